@@ -1,0 +1,186 @@
+"""One decode round as one compiled step: verify a window, accept, commit, and draft the next window.
+
+A window is the last sampled token followed by drafts. The trunk's choice after each row is compared with the next
+draft; the longest agreeing prefix is committed, so the text is that of plain decoding. Tokens are chosen per position
+(see `sampler`), so this holds for sampling as well. The MTP block is fed every chosen token with the trunk's hidden
+row before it, which both keeps its cache made of trunk rows only and gives the first draft; later drafts feed on the
+block's own output, and what they write is overwritten by the next round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from strata_jax.engine import ple
+from strata_jax.engine.arena import Tables
+from strata_jax.engine.attention import IndexState
+from strata_jax.engine.experts import ExpertCounts, LayerBank, no_counts
+from strata_jax.engine.model import (
+    ModelSpec,
+    SequenceState,
+    State,
+    Weights,
+    advance_block,
+    block,
+    draft_inputs,
+    logits,
+    trunk,
+)
+from strata_jax.engine.sampler import SamplingArrays, sample
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Round:
+    """What the host reads after a step.
+
+    Attributes:
+        tokens: i32[T], the trunk's choice after each row; the first ``num_tokens`` of them are new text.
+        num_tokens: accepted drafts + 1.
+        next_drafts: i32[W - 1]; the first ``num_drafts`` of them are worth verifying.
+        logits: f32[T, V].
+        counts: expert look-ups and hits of the committed and the rejected rows.
+    """
+
+    tokens: jax.Array
+    num_tokens: jax.Array
+    next_drafts: jax.Array
+    num_drafts: jax.Array
+    logits: jax.Array
+    counts: ExpertCounts
+
+
+def decode_step(
+    weights: Weights,
+    banks: tuple[LayerBank, ...],
+    tables: Tables,
+    arena: jax.Array,
+    state: State,
+    window: jax.Array,
+    count: jax.Array,
+    start: jax.Array,
+    ple_rows: jax.Array | None,
+    forced: jax.Array,
+    how: SamplingArrays,
+    min_p: jax.Array,
+    *,
+    num_drafts: int,
+    spec: ModelSpec,
+) -> tuple[jax.Array, State, Round]:
+    """Run one round; returns the arena, the state after the kept tokens, and what the host reads.
+
+    Args:
+        window: i32[T], the last token and its drafts, at positions ``start + i``; ``count`` of them are real.
+        forced: i32[T], the token to take after each row instead of the model's choice, -1 = the model's.
+        min_p: a draft less probable than this ends the next window.
+        num_drafts: drafts to make for the next window (0 where the MTP block is not used).
+    """
+    streams, arena, after, ple_inputs, counts = trunk(
+        weights, banks, tables, arena, state, window, ple_rows, start, count, spec
+    )
+    scores = logits(streams, weights.out_mixer, weights.head, spec.geometry)
+    rows = jnp.arange(window.shape[0])
+    chosen = jnp.where(forced >= 0, forced, sample(scores, start + 1 + rows, how))
+    agrees = (window[1:] == chosen[:-1]) & (rows[1:] < count)
+    kept = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32)))
+    hidden = streams.reshape(window.shape[0], -1)
+    state = State(
+        blocks=tuple(advance_block(b, a, kept) for b, a in zip(state.blocks, after, strict=True)),
+        draft=state.draft,
+        ple_history=None if ple_inputs is None else ple.advance(ple_inputs, kept, spec.geometry),
+        hidden=hidden[kept - 1],
+    )
+    drafts, num_good = jnp.zeros(num_drafts, jnp.int32), jnp.int32(0)
+    if num_drafts:
+        arena, state, drafts, num_good, draft_counts = draft(
+            weights, banks, tables, arena, state, chosen, hidden, start + 1, kept, min_p, num_drafts, spec
+        )
+        counts = counts + draft_counts
+    return arena, state, Round(chosen, kept, drafts, num_good, scores, counts)
+
+
+def draft(
+    weights: Weights,
+    banks: tuple[LayerBank, ...],
+    tables: Tables,
+    arena: jax.Array,
+    state: State,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    min_p: jax.Array,
+    num_drafts: int,
+    spec: ModelSpec,
+) -> tuple[jax.Array, State, jax.Array, jax.Array, ExpertCounts]:
+    """Feed ``count`` tokens at positions ``start + i`` to the MTP block and draft on from the last of them.
+
+    Args:
+        hidden: f32[T, C*E], the trunk's streams at the position before each token.
+
+    Returns:
+        arena, state, drafts i32[num_drafts], how many of them in a row reach ``min_p``, expert counts.
+    """
+    run = partial(feed_draft, weights, banks[-1], tables, spec=spec)
+    streams, arena, index, counts = run(arena, state.draft, tokens, hidden, start, count)
+    last = jax.lax.dynamic_slice_in_dim(streams, count - 1, 1)
+    committed = index  # of what later drafts do only the keys remain, which the next round overwrites in time
+    token, prob = _pick(weights, last, spec)
+
+    def step(carry: tuple, i: jax.Array) -> tuple[tuple, tuple[jax.Array, jax.Array]]:
+        arena, index, token, h, total = carry
+        streams, arena, index, more = run(arena, index, token, h.reshape(1, -1), start + count + i, jnp.int32(1))
+        nxt, prob = _pick(weights, streams, spec)
+        return (arena, index, nxt, streams, total + more), (nxt[0], prob)
+
+    carry = (arena, index, token, last, no_counts())
+    (arena, index, _, _, more), (tokens_after, probs_after) = jax.lax.scan(step, carry, jnp.arange(num_drafts - 1))
+    drafts = jnp.concatenate([token, tokens_after])
+    good = jnp.cumprod((jnp.concatenate([prob[None], probs_after]) >= min_p).astype(jnp.int32))
+    state = State(state.blocks, _keep_tail(committed, index), state.ple_history, state.hidden)
+    return arena, state, drafts, jnp.sum(good), counts + more
+
+
+def feed_draft(
+    weights: Weights,
+    bank: LayerBank,
+    tables: Tables,
+    arena: jax.Array,
+    index: SequenceState,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    spec: ModelSpec,
+) -> tuple[jax.Array, jax.Array, SequenceState, ExpertCounts]:
+    """Run the MTP block on ``count`` of T tokens and advance its index state past them.
+
+    Returns:
+        streams f32[T, C, E], arena, index state, expert counts.
+    """
+    assert weights.draft is not None
+    g = spec.geometry
+    layer = g.num_layers
+    streams, arena, after, counts = block(
+        draft_inputs(weights, tokens, hidden, g), weights.draft.block, bank, arena, tables.expert_pages(layer),
+        tables.kv_pages[spec.attention_index(layer)], index, start, count, spec,
+    )  # fmt: skip
+    return streams, arena, advance_block(index, after, count), counts
+
+
+def _keep_tail(committed: SequenceState, drafted: SequenceState) -> SequenceState:
+    if isinstance(committed, IndexState) and isinstance(drafted, IndexState):
+        return IndexState(drafted.keys, committed.tail)
+    return committed
+
+
+def _pick(weights: Weights, streams: jax.Array, spec: ModelSpec) -> tuple[jax.Array, jax.Array]:
+    """The MTP block's best next token i32[1] and its probability."""
+    assert weights.draft is not None
+    scores = logits(streams, weights.draft.out_mixer, weights.head, spec.geometry)[0]
+    best = jnp.argmax(scores)
+    return best[None].astype(jnp.int32), jax.nn.softmax(scores)[best]

@@ -1,0 +1,139 @@
+"""The engine: a loaded model on one device, laid out as the memory plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strata_jax.engine import attention, gdn, ple
+from strata_jax.engine.arena import CellLayout, Tables
+from strata_jax.engine.experts import LayerBank
+from strata_jax.engine.load import PLE_TABLE, load_bank, load_weights
+from strata_jax.engine.matrix import NATIVE_DTYPES
+from strata_jax.engine.model import ModelSpec, SequenceState, State, Weights
+from strata_jax.engine.programs import OnCompile, Programs
+from strata_jax.geometry import Geometry
+from strata_jax.gguf.reader import GGUFFile
+from strata_jax.kv_types import cell_bytes
+from strata_jax.memory.plan import MemoryPlan
+
+
+@dataclass
+class Engine:
+    """Weights, bank, arena and programs. Sequences are run by `strata_jax.engine.session.Session`.
+
+    Attributes:
+        weights: dense weights, packed as stored.
+        banks: packed experts of every block (MTP block last when drafting).
+        tables: who sits where in the arena.
+        arena: u32[P, page_words]; owned by the engine, lent to the running step.
+    """
+
+    file: GGUFFile
+    geometry: Geometry
+    plan: MemoryPlan
+    weights: Weights
+    banks: tuple[LayerBank, ...]
+    tables: Tables
+    arena: jax.Array
+    programs: Programs
+    block_kind: tuple[int, ...] = field(default=())
+
+    @classmethod
+    def load(cls, file: GGUFFile, geometry: Geometry, plan: MemoryPlan, on_compile: OnCompile | None = None) -> Engine:
+        """Read the model as planned: dense weights, bank, arena, resident experts."""
+        num_blocks = geometry.num_layers + plan.with_draft
+        weights = load_weights(file, geometry, with_draft=plan.with_draft)
+        sharding = bank_sharding()
+        banks = tuple(load_bank(file, layer, plan.page_bytes, sharding) for layer in range(num_blocks))
+        k_bytes, v_bytes = cell_bytes(plan.kv_type, geometry.num_kv_heads, geometry.head_dim)
+        cells = CellLayout(plan.kv_type, plan.cells_per_page, k_bytes // 4, v_bytes // 4, plan.context_cells)
+        programs = Programs(ModelSpec(geometry, cells))
+        if on_compile is not None:
+            programs.on_compile = on_compile
+        engine = cls(
+            file, geometry, plan, weights, banks, _tables(geometry, plan, banks),
+            jnp.zeros((plan.num_pages, plan.page_bytes // 4), jnp.uint32), programs,
+            _block_kinds(weights, banks),
+        )  # fmt: skip
+        for layer, expert in plan.resident_pairs():
+            engine.fill_slot(layer, expert)
+        return engine
+
+    def fill_slot(self, layer: int, expert: int) -> None:
+        """Copy an expert's blob from the bank into its slot."""
+        slot = int(self.tables.slot_of[layer, expert])
+        page = np.int32(self.tables.slot_page[slot])
+        bank = self.banks[layer]
+        self.arena = self.programs.fill_slot(
+            (bank.layout, bank.blobs.shape), self.arena, bank, np.int32(expert), page
+        )
+
+    def empty_state(self) -> State:
+        """The state before the first token."""
+        g, cells = self.geometry, self.plan.context_cells
+        states = [
+            gdn.empty_state(g) if g.recurrent[i] else attention.empty_state(g, g.compress_ratio[i], cells)
+            for i in range(len(self.banks))
+        ]
+        draft = states.pop() if self.plan.with_draft else None
+        width = g.num_streams * g.embed_width
+        history = None if g.ple_layer is None else jnp.zeros((ple.history_rows(g), width), jnp.float32)
+        return State(tuple(states), draft, history, jnp.zeros(width, jnp.float32))
+
+    def ple_rows(self, tokens: list[int], start: int, count: int, num_rows: int) -> np.ndarray | None:
+        """Packed n-gram rows of the tokens at ``start ..``, padded to ``num_rows`` tokens; None without a table."""
+        if self.geometry.ple_layer is None:
+            return None
+        table = self.file.data(PLE_TABLE)
+        rows = table[ple.table_rows(tokens, start, count, self.geometry)]
+        packed = np.zeros((num_rows, *rows.shape[1:]), np.uint8)
+        packed[:count] = rows
+        type_name = self.file.tensors[PLE_TABLE].type_name
+        return packed.view(NATIVE_DTYPES[type_name]) if type_name in NATIVE_DTYPES else packed
+
+    def live_bytes(self) -> Iterator[tuple[str, int]]:
+        """Bytes of the engine's long-lived arrays by owner, as the device holds them."""
+        for owner, tree in (("weights", self.weights), ("bank", self.banks), ("arena", self.arena)):
+            yield owner, sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def bank_sharding() -> jax.sharding.Sharding:
+    """Where the bank lives: pinned host memory beside a GPU, the device's own memory on a CPU."""
+    device = jax.devices()[0]
+    kind = "device" if device.platform == "cpu" else "pinned_host"
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+
+
+def _tables(g: Geometry, plan: MemoryPlan, banks: tuple[LayerBank, ...]) -> Tables:
+    slot_of = np.full((len(banks), g.num_experts), -1, np.int32)
+    slot_page, page = [], 0
+    for layer, expert in plan.resident_pairs():
+        slot_of[layer, expert] = len(slot_page)
+        slot_page.append(page)
+        page += banks[layer].layout.num_pages
+    num_attention = len([i for i in g.attention_layers if i < len(banks)])
+    kv_pages = page + np.arange(num_attention * plan.kv_pages_per_layer, dtype=np.int32)
+    return Tables(
+        jnp.asarray(slot_of),
+        jnp.asarray(slot_page or [0], jnp.int32),
+        jnp.asarray(kv_pages.reshape(num_attention, -1)),
+    )
+
+
+def _block_kinds(weights: Weights, banks: tuple[LayerBank, ...]) -> tuple[int, ...]:
+    """Number the distinct signatures (types and shapes) of the trunk's blocks, PLE aside."""
+    seen: dict = {}
+    kinds = []
+    for w, bank in zip(weights.blocks, banks, strict=False):
+        tree = (w.attn_mixer, w.ffn_mixer, w.token_mixer, w.experts, bank)
+        leaves, structure = jax.tree.flatten(tree)
+        kinds.append(seen.setdefault((structure, tuple((x.shape, x.dtype) for x in leaves)), len(seen)))
+    return tuple(kinds)
+
+
+__all__ = ["Engine", "SequenceState", "bank_sharding"]

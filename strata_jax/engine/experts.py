@@ -1,0 +1,210 @@
+"""Mixture of experts: routing, and expert products on packed blobs read from the arena or from the bank.
+
+A blob is one expert's gate, up and down matrices as packed in the file, one after the other, in 32-bit words. The
+product reads it from the arena when the expert is resident and from the bank otherwise; the arithmetic is the same.
+Contributions are summed in ascending order of expert number, for a window and for a prompt chunk alike.
+Shapes: T tokens, X experts, K experts per token, E model width, F expert width. Source: qwen4exp (`ffn_*`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from strata_jax.engine.matrix import Matrix, linear, matmul_t
+from strata_jax.geometry import Geometry
+from strata_jax.kernels.dequant import dequantize_words
+
+MAX_WINDOW_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class BlobPart:
+    """One packed matrix (rows, cols) inside a blob."""
+
+    type_name: str
+    rows: int
+    cols: int
+    first_word: int
+    num_bytes: int
+
+    @property
+    def num_words(self) -> int:
+        return -(-self.num_bytes // 4)
+
+
+@dataclass(frozen=True)
+class BlobLayout:
+    """``parts`` is (gate_up, down) or (gate, up, down); a blob fills ``num_pages`` pages of the arena."""
+
+    parts: tuple[BlobPart, ...]
+    num_words: int
+    num_pages: int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerBank:
+    """All experts of one block in host memory: ``blobs: u32[X, blob_words]``."""
+
+    blobs: jax.Array
+    layout: BlobLayout = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Router and shared expert of one block (the routed experts are in the bank)."""
+
+    router: Matrix
+    shared_router: jax.Array  # f32[E]
+    shared_gate: Matrix
+    shared_up: Matrix
+    shared_down: Matrix
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertCounts:
+    """Routed (token, expert) pairs of a call, and those served from the arena."""
+
+    lookups: jax.Array
+    hits: jax.Array
+
+    def __add__(self, other: ExpertCounts) -> ExpertCounts:
+        return ExpertCounts(self.lookups + other.lookups, self.hits + other.hits)
+
+
+def no_counts() -> ExpertCounts:
+    return ExpertCounts(jnp.int32(0), jnp.int32(0))
+
+
+def route(u: jax.Array, w: ExpertWeights, num_used: int) -> tuple[jax.Array, jax.Array]:
+    """Choose the experts of each token, in ascending order of expert: ids i32[T, K], weights f32[T, K]."""
+    values, ids = jax.lax.top_k(jax.nn.softmax(linear(u, w.router), axis=-1), num_used)
+    weights = values / jnp.sum(values, axis=-1, keepdims=True)
+    ids, weights = jax.lax.sort((ids, weights), num_keys=1)
+    return ids, weights
+
+
+def mixture(
+    u: jax.Array,
+    w: ExpertWeights,
+    bank: LayerBank,
+    arena: jax.Array,
+    pages: jax.Array,
+    count: jax.Array,
+    g: Geometry,
+) -> tuple[jax.Array, ExpertCounts]:
+    """Routed plus shared experts for T tokens of which the first ``count`` are real.
+
+    Args:
+        pages: i32[X], first arena page of each expert of this block, -1 = read it from the bank.
+
+    Returns:
+        f32[T, E] (rows past ``count`` hold the shared expert only) and the counts.
+    """
+    num_tokens = u.shape[0]
+    ids, weights = route(u, w, g.num_experts_used)
+    valid = jnp.arange(num_tokens) < count
+    ids = jnp.where(valid[:, None], ids, g.num_experts)
+    gate = jax.nn.sigmoid(u @ w.shared_router)[:, None]
+    hidden = jax.nn.silu(linear(u, w.shared_gate)) * linear(u, w.shared_up)
+    shared = gate * linear(hidden, w.shared_down)
+    run = _window if num_tokens <= MAX_WINDOW_TOKENS else _chunk
+    hits = jnp.sum(jnp.where(ids < g.num_experts, pages[jnp.minimum(ids, g.num_experts - 1)] >= 0, False))
+    counts = ExpertCounts(count.astype(jnp.int32) * g.num_experts_used, hits.astype(jnp.int32))
+    return run(u, ids, weights, bank, arena, pages, g) + shared, counts
+
+
+def _window(
+    u: jax.Array, ids: jax.Array, weights: jax.Array, bank: LayerBank, arena: jax.Array, pages: jax.Array, g: Geometry
+) -> jax.Array:
+    """Few tokens: every active expert is applied to all of them, with weight 0 where it was not chosen."""
+    num_tokens = u.shape[0]
+    share = jnp.zeros((g.num_experts + 1, num_tokens)).at[ids, jnp.arange(num_tokens)[:, None]].set(weights)
+    if num_tokens == 1:
+        active, num_active = ids[0], jnp.sum(ids[0] < g.num_experts)
+    else:
+        used = jnp.zeros(g.num_experts + 1, bool).at[ids.reshape(-1)].set(True)[: g.num_experts]
+        size = min(g.num_experts, num_tokens * g.num_experts_used)
+        active, num_active = jnp.nonzero(used, size=size, fill_value=0)[0], jnp.sum(used)
+
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        expert = active[i]
+        y = _on_blob(bank, arena, pages, expert, lambda words: _apply(u, _decode(words, bank.layout)))
+        return total + share[expert][:, None] * y
+
+    return jax.lax.fori_loop(0, num_active, step, jnp.zeros_like(u))
+
+
+def _chunk(
+    u: jax.Array, ids: jax.Array, weights: jax.Array, bank: LayerBank, arena: jax.Array, pages: jax.Array, g: Geometry
+) -> jax.Array:
+    """Many tokens: pairs sorted by expert, each expert decoded once and applied to its rows in tiles."""
+    num_tokens, width = u.shape
+    num_pairs = num_tokens * g.num_experts_used
+    tile = min(128, max(16, 2 ** (2 * num_pairs // g.num_experts).bit_length() // 2))
+    order = jnp.argsort(ids.reshape(-1), stable=True)
+    token_of = jnp.pad(order // g.num_experts_used, (0, tile))
+    counts = jnp.zeros(g.num_experts + 1, jnp.int32).at[ids.reshape(-1)].add(1)[: g.num_experts]
+    first = jnp.cumsum(counts) - counts
+
+    def expert_step(expert: jax.Array, out: jax.Array) -> jax.Array:
+        def work(out: jax.Array) -> jax.Array:
+            matrices = _on_blob(bank, arena, pages, expert, lambda words: _decode(words, bank.layout))
+
+            def tile_step(i: jax.Array, out: jax.Array) -> jax.Array:
+                row = first[expert] + i * tile
+                x = u[jax.lax.dynamic_slice_in_dim(token_of, row, tile)]
+                # rows past the expert's last belong to the next expert, which writes them again
+                return jax.lax.dynamic_update_slice_in_dim(out, _apply(x, matrices), row, 0)
+
+            return jax.lax.fori_loop(0, (counts[expert] + tile - 1) // tile, tile_step, out)
+
+        return jax.lax.cond(counts[expert] > 0, work, lambda out: out, out)
+
+    out = jax.lax.fori_loop(0, g.num_experts, expert_step, jnp.zeros((num_pairs + tile, width)))
+    row_of = jnp.zeros(num_pairs, jnp.int32).at[order].set(jnp.arange(num_pairs)).reshape(ids.shape)
+    total = jnp.zeros_like(u)
+    for i in range(g.num_experts_used):
+        total = total + weights[:, i, None] * out[row_of[:, i]]
+    return total
+
+
+def _on_blob(
+    bank: LayerBank, arena: jax.Array, pages: jax.Array, expert: jax.Array, f: Callable[[jax.Array], jax.Array]
+):  # noqa: ANN202
+    """Apply ``f`` to the expert's words, from the arena if it is resident, else from the bank."""
+    layout = bank.layout
+
+    def resident() -> jax.Array:
+        run = jax.lax.dynamic_slice(arena, (pages[expert], 0), (layout.num_pages, arena.shape[1]))
+        return f(run.reshape(-1)[: layout.num_words])
+
+    return jax.lax.cond(pages[expert] >= 0, resident, lambda: f(bank.blobs[expert]))
+
+
+def _decode(words: jax.Array, layout: BlobLayout) -> tuple[jax.Array, ...]:
+    """The blob's matrices as f32[rows, cols]."""
+    return tuple(_decode_part(words[p.first_word : p.first_word + p.num_words], p) for p in layout.parts)
+
+
+def _decode_part(words: jax.Array, part: BlobPart) -> jax.Array:
+    return dequantize_words(words, part.type_name, part.num_bytes).reshape(part.rows, part.cols)
+
+
+def _apply(x: jax.Array, matrices: tuple[jax.Array, ...]) -> jax.Array:
+    """SwiGLU of one expert: f32[R, E] -> f32[R, E]."""
+    if len(matrices) == 2:
+        gate_up = matmul_t(x, matrices[0])
+        half = matrices[0].shape[0] // 2
+        gate, up = gate_up[:, :half], gate_up[:, half:]
+    else:
+        gate, up = matmul_t(x, matrices[0]), matmul_t(x, matrices[1])
+    return matmul_t(jax.nn.silu(gate) * up, matrices[-1])
+
+

@@ -1,0 +1,168 @@
+"""From a GGUF file to device pytrees: dense weights as stored, experts into the bank."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strata_jax.engine.attention import AttentionWeights, IndexerWeights
+from strata_jax.engine.experts import BlobLayout, BlobPart, ExpertWeights, LayerBank
+from strata_jax.engine.gdn import GdnWeights
+from strata_jax.engine.layers import MixerWeights
+from strata_jax.engine.matrix import Matrix, from_bytes
+from strata_jax.engine.model import BlockWeights, DraftWeights, Weights
+from strata_jax.engine.ple import PleWeights
+from strata_jax.geometry import Geometry
+from strata_jax.gguf.reader import GGUFFile
+
+PLE_TABLE = "per_layer_token_embd.weight"
+
+
+def load_weights(file: GGUFFile, g: Geometry, *, with_draft: bool) -> Weights:
+    """Read everything but the routed experts and the n-gram table, packed as stored."""
+    embed = _matrix(file, "token_embd.weight")
+    head = _matrix(file, "output.weight") if "output.weight" in file.tensors else embed
+    blocks = tuple(_block(file, g, layer) for layer in range(g.num_layers))
+    draft = _draft(file, g) if with_draft else None
+    return Weights(embed, head, _mixer(file, "output_hc", inject=False), blocks, draft)
+
+
+def blob_layout(file: GGUFFile, layer: int, page_bytes: int) -> BlobLayout:
+    """Where each packed matrix of one expert of this block lies in its blob."""
+    parts, first_word = [], 0
+    for name in _expert_tensors(file, layer):
+        info = file.tensors[name]
+        num_bytes = info.num_bytes // info.shape[0]
+        parts.append(BlobPart(info.type_name, info.shape[1], info.shape[2], first_word, num_bytes))
+        first_word += parts[-1].num_words
+    return BlobLayout(_join_gate_up(parts), first_word, -(-first_word * 4 // page_bytes))
+
+
+def load_bank(file: GGUFFile, layer: int, page_bytes: int, sharding: jax.sharding.Sharding | None) -> LayerBank:
+    """Copy the packed experts of one block into host memory, one blob per expert."""
+    layout = blob_layout(file, layer, page_bytes)
+    names = _expert_tensors(file, layer)
+    num_experts = file.tensors[names[0]].shape[0]
+    blobs = np.zeros((num_experts, layout.num_words * 4), np.uint8)
+    offset = 0
+    for name in names:
+        raw = file.data(name).reshape(num_experts, -1)
+        blobs[:, offset : offset + raw.shape[1]] = raw
+        offset += -(-raw.shape[1] // 4) * 4
+    return LayerBank(jax.device_put(blobs.view(np.uint32), sharding), layout)
+
+
+def _expert_tensors(file: GGUFFile, layer: int) -> list[str]:
+    prefix = f"blk.{layer}.ffn_"
+    fused = f"{prefix}gate_up_exps.weight"
+    first = [fused] if fused in file.tensors else [f"{prefix}gate_exps.weight", f"{prefix}up_exps.weight"]
+    return [*first, f"{prefix}down_exps.weight"]
+
+
+def _join_gate_up(parts: list[BlobPart]) -> tuple[BlobPart, ...]:
+    """Treat gate and up of one type, lying end to end, as one matrix: one product instead of two."""
+    if len(parts) == 2:
+        return tuple(parts)
+    gate, up, down = parts
+    if gate.type_name != up.type_name or gate.num_bytes % 4:
+        return tuple(parts)
+    both = BlobPart(gate.type_name, gate.rows + up.rows, gate.cols, gate.first_word, gate.num_bytes + up.num_bytes)
+    return (both, down)
+
+
+def _block(file: GGUFFile, g: Geometry, layer: int) -> BlockWeights:
+    p = f"blk.{layer}."
+    return BlockWeights(
+        attn_mixer=_mixer(file, f"{p}hc_attn"),
+        ffn_mixer=_mixer(file, f"{p}hc_ffn"),
+        token_mixer=_gdn(file, p) if g.recurrent[layer] else _attention(file, g, layer),
+        experts=ExpertWeights(
+            router=_matrix(file, f"{p}ffn_gate_inp.weight"),
+            shared_router=_array(file, f"{p}ffn_gate_inp_shexp.weight").reshape(-1),
+            shared_gate=_matrix(file, f"{p}ffn_gate_shexp.weight"),
+            shared_up=_matrix(file, f"{p}ffn_up_shexp.weight"),
+            shared_down=_matrix(file, f"{p}ffn_down_shexp.weight"),
+        ),
+        ple=_ple(file, p) if layer == g.ple_layer else None,
+    )
+
+
+def _mixer(file: GGUFFile, prefix: str, *, inject: bool = True) -> MixerWeights:
+    return MixerWeights(
+        norm=_array(file, f"{prefix}_norm.weight"),
+        down=_matrix(file, f"{prefix}_down.weight"),
+        up=_matrix(file, f"{prefix}_up.weight"),
+        inject=_matrix(file, f"{prefix}_inject.weight") if inject else None,
+    )
+
+
+def _gdn(file: GGUFFile, p: str) -> GdnWeights:
+    return GdnWeights(
+        qkv=_matrix(file, f"{p}attn_qkv.weight"),
+        gate=_matrix(file, f"{p}attn_gate.weight"),
+        conv=_array(file, f"{p}ssm_conv1d.weight"),
+        beta=_matrix(file, f"{p}ssm_beta.weight"),
+        alpha=_matrix(file, f"{p}ssm_alpha.weight"),
+        dt_bias=_array(file, f"{p}ssm_dt.bias"),
+        a=_array(file, f"{p}ssm_a"),
+        norm=_array(file, f"{p}ssm_norm.weight"),
+        out=_matrix(file, f"{p}ssm_out.weight"),
+    )
+
+
+def _attention(file: GGUFFile, g: Geometry, layer: int) -> AttentionWeights:
+    p = f"blk.{layer}."
+    ratio = g.compress_ratio[layer]
+    indexer = None
+    if ratio:
+        indexer = IndexerWeights(
+            q=_matrix(file, f"{p}indexer.q_proj.weight"),
+            k=_matrix(file, f"{p}indexer.k_proj.weight"),
+            q_norm=_array(file, f"{p}indexer.q_norm.weight"),
+            k_norm=_array(file, f"{p}indexer.k_norm.weight"),
+        )
+    return AttentionWeights(
+        q=_matrix(file, f"{p}attn_q.weight"),
+        k=_matrix(file, f"{p}attn_k.weight"),
+        v=_matrix(file, f"{p}attn_v.weight"),
+        out=_matrix(file, f"{p}attn_output.weight"),
+        q_norm=_array(file, f"{p}attn_q_norm.weight"),
+        k_norm=_array(file, f"{p}attn_k_norm.weight"),
+        indexer=indexer,
+        ratio=ratio,
+    )
+
+
+def _ple(file: GGUFFile, p: str) -> PleWeights:
+    return PleWeights(
+        key=_matrix(file, f"{p}ple_key.weight"),
+        value=_matrix(file, f"{p}ple_value.weight"),
+        norm_key=_array(file, f"{p}ple_norm_key.weight"),
+        norm_query=_array(file, f"{p}ple_norm_query.weight"),
+        norm_conv=_array(file, f"{p}ple_norm_conv.weight"),
+        conv=_array(file, f"{p}ple_conv1d.weight"),
+        row_type=file.tensors[PLE_TABLE].type_name,
+    )
+
+
+def _draft(file: GGUFFile, g: Geometry) -> DraftWeights:
+    p = f"blk.{g.num_layers}.nextn."
+    return DraftWeights(
+        block=_block(file, g, g.num_layers),
+        embed_norm=_array(file, f"{p}enorm.weight"),
+        hidden_norm=_array(file, f"{p}hnorm.weight"),
+        project=_matrix(file, f"{p}eh_proj.weight"),
+        out_mixer=_mixer(file, f"{p}hc_head", inject=False),
+    )
+
+
+def _matrix(file: GGUFFile, name: str) -> Matrix:
+    info = file.tensors[name]
+    return from_bytes(file.data(name), info.type_name, info.shape[-1])
+
+
+def _array(file: GGUFFile, name: str) -> jax.Array:
+    """A small tensor (norm, convolution, bias) as float32, whatever its float type in the file."""
+    matrix = _matrix(file, name)
+    return jnp.asarray(matrix.data, jnp.float32)

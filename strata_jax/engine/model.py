@@ -1,0 +1,193 @@
+"""The forward pass: weights and state as pytrees, one function per kind of block.
+
+A block function reads its state and returns what `advance` needs to move the state past the first ``count`` tokens, so
+that the same code serves prompt chunks (count known before) and decode windows (count known after verification).
+Shapes: T tokens, C streams, E model width, L blocks (MTP block last), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from strata_jax.engine import attention, gdn, ple
+from strata_jax.engine.arena import CellLayout, Tables
+from strata_jax.engine.experts import ExpertCounts, ExpertWeights, LayerBank, mixture, no_counts
+from strata_jax.engine.layers import MixerWeights, read_streams, rms_norm, write_streams
+from strata_jax.engine.matrix import Matrix, linear, take_rows
+from strata_jax.geometry import Geometry
+
+SequenceState = gdn.GdnState | attention.IndexState | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockWeights:
+    """One block: two mixers around a token mixer (GDN or attention) and the experts; PLE where the model has it."""
+
+    attn_mixer: MixerWeights
+    ffn_mixer: MixerWeights
+    token_mixer: gdn.GdnWeights | attention.AttentionWeights
+    experts: ExpertWeights
+    ple: ple.PleWeights | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftWeights:
+    """The MTP block: a whole attention block plus its input projection and output mixer."""
+
+    block: BlockWeights
+    embed_norm: jax.Array
+    hidden_norm: jax.Array
+    project: Matrix
+    out_mixer: MixerWeights
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weights:
+    """Everything but the routed experts; ``head`` is the embedding itself when the file ties them."""
+
+    embed: Matrix
+    head: Matrix
+    out_mixer: MixerWeights
+    blocks: tuple[BlockWeights, ...]
+    draft: DraftWeights | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """What a sequence carries from step to step besides its K/V cells; donated and updated in place.
+
+    Attributes:
+        blocks: recurrent or index state of each trunk block.
+        draft: index state of the MTP block.
+        ple_history: f32[history_rows, C*E], None without a table.
+        hidden: f32[C*E], the trunk's final streams at the last committed token (zeros before the first).
+    """
+
+    blocks: tuple[SequenceState, ...]
+    draft: SequenceState
+    ple_history: jax.Array | None
+    hidden: jax.Array
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the compiled programs are specialised to besides array shapes."""
+
+    geometry: Geometry
+    cells: CellLayout
+
+    def attention_index(self, layer: int) -> int:
+        """Row of `Tables.kv_pages` of an attention block."""
+        return self.geometry.attention_layers.index(layer)
+
+
+def embed(weights: Weights, tokens: jax.Array, g: Geometry) -> jax.Array:
+    """Start the streams: every stream holds the token's embedding row, f32[T, C, E]."""
+    rows = take_rows(weights.embed, tokens)
+    return jnp.broadcast_to(rows[:, None, :], (rows.shape[0], g.num_streams, rows.shape[1]))
+
+
+def block(
+    streams: jax.Array,
+    w: BlockWeights,
+    bank: LayerBank,
+    arena: jax.Array,
+    expert_pages: jax.Array,
+    cell_pages: jax.Array | None,
+    state: SequenceState,
+    start: jax.Array,
+    count: jax.Array,
+    spec: ModelSpec,
+) -> tuple[jax.Array, jax.Array, Any, ExpertCounts]:
+    """Run one block (without PLE) on T tokens at positions ``start + i`` of which ``count`` are real.
+
+    Args:
+        cell_pages: i32[N], page table of this attention block; None for a GDN block.
+
+    Returns:
+        streams, arena, what `advance_block` needs, expert counts.
+    """
+    g = spec.geometry
+    u, flat = read_streams(streams, w.attn_mixer, g.rms_eps)
+    if isinstance(w.token_mixer, gdn.GdnWeights):
+        assert isinstance(state, gdn.GdnState)
+        if streams.shape[0] <= gdn.CHUNK:
+            y, after = gdn.window(u, w.token_mixer, state, g)
+        else:
+            y, after = gdn.prefill(u, w.token_mixer, state, count, g)
+    else:
+        assert cell_pages is not None and not isinstance(state, gdn.GdnState)
+        y, arena, after = attention.attend(u, w.token_mixer, arena, cell_pages, state, start, count, g, spec.cells)
+    streams = write_streams(streams, flat, y, w.attn_mixer)
+    u, flat = read_streams(streams, w.ffn_mixer, g.rms_eps)
+    y, counts = mixture(u, w.experts, bank, arena, expert_pages, count, g)
+    return write_streams(streams, flat, y, w.ffn_mixer), arena, after, counts
+
+
+def advance_block(before: SequenceState, after: Any, count: jax.Array) -> SequenceState:  # noqa: ANN401
+    """The block's state once the first ``count`` tokens are kept."""
+    if isinstance(after, gdn.GdnRows):
+        assert isinstance(before, gdn.GdnState)
+        return gdn.advance(before, after, count)
+    if isinstance(after, gdn.GdnState):
+        return after  # a long prompt chunk has advanced itself
+    assert not isinstance(before, gdn.GdnState)
+    return attention.advance(before, after, count)
+
+
+def trunk(
+    weights: Weights,
+    banks: tuple[LayerBank, ...],
+    tables: Tables,
+    arena: jax.Array,
+    state: State,
+    tokens: jax.Array,
+    ple_rows: jax.Array | None,
+    start: jax.Array,
+    count: jax.Array,
+    spec: ModelSpec,
+) -> tuple[jax.Array, jax.Array, list[Any], jax.Array | None, ExpertCounts]:
+    """Run every trunk block on a window of T tokens.
+
+    Returns:
+        streams f32[T, C, E], arena, per block what `advance_block` needs, the PLE convolution inputs, expert counts.
+    """
+    g = spec.geometry
+    streams, after, counts, ple_inputs = embed(weights, tokens, g), [], no_counts(), None
+    for layer, w in enumerate(weights.blocks):
+        if w.ple is not None:
+            assert ple_rows is not None and state.ple_history is not None
+            streams, ple_inputs = ple.apply(streams, ple_rows, w.ple, state.ple_history, g)
+        cell_pages = None if g.recurrent[layer] else tables.kv_pages[spec.attention_index(layer)]
+        streams, arena, rows, block_counts = block(
+            streams, w, banks[layer], arena, tables.expert_pages(layer), cell_pages,
+            state.blocks[layer], start, count, spec,
+        )  # fmt: skip
+        after.append(rows)
+        counts = counts + block_counts
+    return streams, arena, after, ple_inputs, counts
+
+
+def logits(streams: jax.Array, mixer: MixerWeights, head: Matrix, g: Geometry) -> jax.Array:
+    """Output mixer and head: f32[T, C, E] -> f32[T, V]."""
+    mixed, _ = read_streams(streams, mixer, g.rms_eps)
+    return linear(mixed, head)
+
+
+def draft_inputs(weights: Weights, tokens: jax.Array, hidden: jax.Array, g: Geometry) -> jax.Array:
+    """The MTP block's streams f32[T, C, E] from ``tokens: i32[T]`` and the previous positions' ``hidden: f32[T, C*E]``."""
+    draft = weights.draft
+    assert draft is not None
+    shape = (g.num_streams, g.embed_width)
+    h = rms_norm(hidden.reshape(-1, *shape), draft.hidden_norm.reshape(shape), g.rms_eps)
+    e = rms_norm(take_rows(weights.embed, tokens), draft.embed_norm, g.rms_eps)
+    joined = jnp.concatenate([jnp.broadcast_to(e[:, None, :], h.shape), h], axis=-1)
+    return linear(joined.reshape(-1, 2 * g.embed_width), draft.project).reshape(h.shape)
