@@ -35,7 +35,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class CellLayout:
-    """How K/V cells lie in pages: ``cells_per_page`` cells of ``k_words`` then ``v_words`` 32-bit words."""
+    """How K/V cells lie in a page: the keys of all its cells (``k_words`` 32-bit words each), then their values."""
 
     kv_type: str
     cells_per_page: int
@@ -43,43 +43,63 @@ class CellLayout:
     v_words: int
     num_cells: int
 
-    @property
-    def cell_words(self) -> int:
-        return self.k_words + self.v_words
-
 
 def write_cells(
-    arena: jax.Array, pages: jax.Array, positions: jax.Array, valid: jax.Array, words: jax.Array, layout: CellLayout
+    arena: jax.Array,
+    pages: jax.Array,
+    positions: jax.Array,
+    valid: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layout: CellLayout,
 ) -> jax.Array:
-    """Write ``words: u32[T, cell_words]`` to the cells ``positions: i32[T]``; rows that are not ``valid`` are dropped.
+    """Write ``k: u32[T, k_words]`` and ``v: u32[T, v_words]`` to the cells ``positions: i32[T]``.
+
+    Rows that are not ``valid``, lie past the context or on a page that is not mapped are dropped.
 
     Args:
         pages: i32[N], the page table of one attention layer.
     """
-    page, offset = _locate(pages, positions, layout)
+    page, cell = _locate(pages, positions, layout)
     dropped = ~valid | (positions >= layout.num_cells) | (page < 0)
-    index = jnp.stack([jnp.where(dropped, arena.shape[0], page), offset], axis=-1)
+    page = jnp.where(dropped, arena.shape[0], page)
     dims = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )
-    return jax.lax.scatter(
-        arena, index, words, dims, mode=jax.lax.GatherScatterMode.FILL_OR_DROP, unique_indices=True
-    )
+    first_value = layout.cells_per_page * layout.k_words
+    for words, offset in ((k, cell * layout.k_words), (v, first_value + cell * layout.v_words)):
+        arena = jax.lax.scatter(
+            arena,
+            jnp.stack([page, offset], axis=-1),
+            words,
+            dims,
+            mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+            unique_indices=True,
+        )
+    return arena
 
 
-def read_cells(arena: jax.Array, pages: jax.Array, first: jax.Array, run: int, layout: CellLayout) -> jax.Array:
-    """Read runs of ``run`` consecutive cells (never crossing a page) from ``first: i32[...]``: u32[..., run, cell_words]."""
-    page, offset = _locate(pages, first, layout)
-    index = jnp.stack([jnp.maximum(page, 0), offset], axis=-1)
-    dims = jax.lax.GatherDimensionNumbers(
-        offset_dims=(first.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
-    )
-    flat = jax.lax.gather(
-        arena, index, dims, (1, run * layout.cell_words), mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    )
-    return flat.reshape(*first.shape, run, layout.cell_words)
+def read_cells(
+    arena: jax.Array, pages: jax.Array, first: jax.Array, run: int, layout: CellLayout
+) -> tuple[jax.Array, jax.Array]:
+    """Read runs of ``run`` consecutive cells (never crossing a page) from ``first: i32[...]``.
+
+    Returns:
+        keys u32[..., run, k_words] and values u32[..., run, v_words].
+    """
+    page, cell = _locate(pages, first, layout)
+    page = jnp.maximum(page, 0)
+    dims = jax.lax.GatherDimensionNumbers(offset_dims=(first.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
+
+    def read(offset: jax.Array, words: int) -> jax.Array:
+        index = jnp.stack([page, offset], axis=-1)
+        mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        return jax.lax.gather(arena, index, dims, (1, run * words), mode=mode).reshape(*first.shape, run, words)
+
+    first_value = layout.cells_per_page * layout.k_words
+    return read(cell * layout.k_words, layout.k_words), read(first_value + cell * layout.v_words, layout.v_words)
 
 
 def _locate(pages: jax.Array, cells: jax.Array, layout: CellLayout) -> tuple[jax.Array, jax.Array]:
     group = jnp.minimum(cells // layout.cells_per_page, pages.shape[0] - 1)
-    return pages[group], cells % layout.cells_per_page * layout.cell_words
+    return pages[group], cells % layout.cells_per_page

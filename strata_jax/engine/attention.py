@@ -1,8 +1,8 @@
 """Attention over K/V cells in arena pages, with block-sparse selection by an indexer.
 
 A token at position p (0-based) sees ``nb = (p + 1) // r`` complete blocks of r cells. It keeps the best
-``top_k // r`` of them (ties: the lower block index) and the incomplete tail. A block's index key is the mean of its r raw
-index keys, normed, rotated at the block's first position; it is written once, when the block completes, so rejected
+``top_k // r`` of them (ties: the lower block index) and the incomplete tail. A block's index key is the mean of its r
+raw index keys, normed, rotated at the block's first position; it is written once, when the block completes, so rejected
 drafts are overwritten before anything reads them. Shapes: T tokens, H/G query/K-V heads, d head size, B blocks.
 Source: qwen4exp (`attn_*`, `indexer.*`, `attention.compress_ratios`).
 """
@@ -96,8 +96,8 @@ def attend(
     k = linear(u, w.k).reshape(num_tokens, g.num_kv_heads, g.head_dim)
     k = rotate(rms_norm(k, w.k_norm, g.rms_eps), cos, sin)
     v = linear(u, w.v).reshape(num_tokens, g.num_kv_heads, g.head_dim)
-    words = jnp.concatenate([encode_k(k, layout.kv_type), encode_v(v, layout.kv_type)], axis=-1)
-    arena = write_cells(arena, pages, positions, valid, words, layout)
+    k, v = encode_k(k, layout.kv_type), encode_v(v, layout.kv_type)
+    arena = write_cells(arena, pages, positions, valid, k, v, layout)
     q = q.reshape(num_tokens, g.num_kv_heads, g.num_heads // g.num_kv_heads, g.head_dim) / g.head_dim**0.5
     if w.indexer is None or state is None:
         out, rows = _dense(q, arena, pages, positions, start + count, g, layout), None
@@ -201,16 +201,12 @@ def _sparse(
     def tile(args: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q_t, blocks_t, mask_t = args
         num_tokens = q_t.shape[0]
-        words = read_cells(arena, pages, blocks_t * ratio, ratio, layout)
-        words = words.reshape(num_tokens, -1, layout.cell_words)
         keep = mask_t.reshape(num_tokens, -1)
-        k, v = _decode_cells(words, g, layout)
+        k, v = _decode_cells(*read_cells(arena, pages, blocks_t * ratio, ratio, layout), mask_t, g, layout)
         scores = jnp.einsum("tghd,tngd->tghn", q_t, k, precision=HIGHEST)
         scores = jnp.where(keep[:, None, None, :], scores, MASKED)
         weight = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
         weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
-        # cells that do not count may hold anything, NaN included
-        v = jnp.where(keep[:, :, None, None], v, 0.0)
         return jnp.einsum("tghn,tngd->tghd", weight, v, precision=HIGHEST)
 
     per_token = blocks.shape[1] * ratio * g.num_kv_heads * g.head_dim
@@ -218,7 +214,7 @@ def _sparse(
     return _map_tiles(tile, (q, blocks, mask), tile_tokens)
 
 
-def _map_tiles(f, args: tuple[jax.Array, ...], tile_tokens: int) -> jax.Array:  # noqa: ANN001
+def _map_tiles(f, args: tuple[jax.Array, ...], tile_tokens: int) -> jax.Array:
     """Apply ``f`` to equal tiles of the leading axis (the last one padded with zeros)."""
     num_tokens = args[0].shape[0]
     if num_tokens <= tile_tokens:
@@ -234,10 +230,14 @@ def _map_tiles(f, args: tuple[jax.Array, ...], tile_tokens: int) -> jax.Array:  
     return out.reshape(num_tiles * tile_tokens, *out.shape[2:])[:num_tokens]
 
 
-def _decode_cells(words: jax.Array, g: Geometry, layout: CellLayout) -> tuple[jax.Array, jax.Array]:
-    k = decode_k(words[..., : layout.k_words], layout.kv_type, g.num_kv_heads, g.head_dim)
-    v = decode_v(words[..., layout.k_words :], layout.kv_type, g.num_kv_heads, g.head_dim)
-    return k, v
+def _decode_cells(
+    k: jax.Array, v: jax.Array, keep: jax.Array, g: Geometry, layout: CellLayout
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values f32[..., N, G, d] of N cells in runs; those not in ``keep`` may hold anything, NaN included."""
+    flat = lambda x: x.reshape(*keep.shape[:-2], -1, x.shape[-1])  # noqa: E731
+    v = jnp.where(keep[..., None], v, 0)
+    k = decode_k(flat(k), layout.kv_type, g.num_kv_heads, g.head_dim)
+    return k, decode_v(flat(v), layout.kv_type, g.num_kv_heads, g.head_dim)
 
 
 def _dense(
@@ -255,14 +255,13 @@ def _dense(
 
     def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, out = carry
-        k, v = _decode_cells(read_cells(arena, pages, i * run, run, layout), g, layout)
+        written = i * run + jnp.arange(run) < end
+        k, v = _decode_cells(*read_cells(arena, pages, (i * run)[None], run, layout), written[None], g, layout)
         keep = i * run + jnp.arange(run) <= positions[:, None]
         scores = jnp.einsum("tghd,ngd->tghn", q, k, precision=HIGHEST)
         scores = jnp.where(keep[:, None, None, :], scores, MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         weight = jnp.where(keep[:, None, None, :], jnp.exp(scores - new_top[..., None]), 0.0)
-        written = i * run + jnp.arange(run) < end
-        v = jnp.where(written[:, None, None], v, 0.0)
         shrink = jnp.exp(top - new_top)
         out = out * shrink[..., None] + jnp.einsum("tghn,ngd->tghd", weight, v, precision=HIGHEST)
         return new_top, total * shrink + jnp.sum(weight, axis=-1), out

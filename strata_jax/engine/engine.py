@@ -14,7 +14,7 @@ from strata_jax.engine.arena import CellLayout, Tables
 from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.load import PLE_TABLE, load_bank, load_weights
 from strata_jax.engine.matrix import NATIVE_DTYPES
-from strata_jax.engine.model import ModelSpec, SequenceState, State, Weights
+from strata_jax.engine.model import ModelSpec, State, Weights
 from strata_jax.engine.programs import OnCompile, Programs
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.reader import GGUFFile
@@ -31,6 +31,8 @@ class Engine:
         banks: packed experts of every block (MTP block last when drafting).
         tables: who sits where in the arena.
         arena: u32[P, page_words]; owned by the engine, lent to the running step.
+        block_kind: the number of each trunk block's signature; blocks of one kind share their programs.
+        owner: the sequence that the K/V cells belong to; a new sequence takes them over.
     """
 
     file: GGUFFile
@@ -41,22 +43,22 @@ class Engine:
     tables: Tables
     arena: jax.Array
     programs: Programs
-    block_kind: tuple[int, ...] = field(default=())
+    block_kind: tuple[int, ...]
+    owner: object = field(default=None)
 
     @classmethod
     def load(cls, file: GGUFFile, geometry: Geometry, plan: MemoryPlan, on_compile: OnCompile | None = None) -> Engine:
         """Read the model as planned: dense weights, bank, arena, resident experts."""
-        num_blocks = geometry.num_layers + plan.with_draft
         weights = load_weights(file, geometry, with_draft=plan.with_draft)
         sharding = bank_sharding()
-        banks = tuple(load_bank(file, layer, plan.page_bytes, sharding) for layer in range(num_blocks))
+        banks = tuple(load_bank(file, layer, plan.page_bytes, sharding) for layer in range(plan.num_blocks))
         k_bytes, v_bytes = cell_bytes(plan.kv_type, geometry.num_kv_heads, geometry.head_dim)
         cells = CellLayout(plan.kv_type, plan.cells_per_page, k_bytes // 4, v_bytes // 4, plan.context_cells)
         programs = Programs(ModelSpec(geometry, cells))
         if on_compile is not None:
             programs.on_compile = on_compile
         engine = cls(
-            file, geometry, plan, weights, banks, _tables(geometry, plan, banks),
+            file, geometry, plan, weights, banks, _tables(geometry, plan),
             jnp.zeros((plan.num_pages, plan.page_bytes // 4), jnp.uint32), programs,
             _block_kinds(weights, banks),
         )  # fmt: skip
@@ -69,9 +71,7 @@ class Engine:
         slot = int(self.tables.slot_of[layer, expert])
         page = np.int32(self.tables.slot_page[slot])
         bank = self.banks[layer]
-        self.arena = self.programs.fill_slot(
-            (bank.layout, bank.blobs.shape), self.arena, bank, np.int32(expert), page
-        )
+        self.arena = self.programs.fill_slot((bank.layout, bank.blobs.shape), self.arena, bank, np.int32(expert), page)
 
     def empty_state(self) -> State:
         """The state before the first token."""
@@ -96,6 +96,16 @@ class Engine:
         type_name = self.file.tensors[PLE_TABLE].type_name
         return packed.view(NATIVE_DTYPES[type_name]) if type_name in NATIVE_DTYPES else packed
 
+    @property
+    def device_name(self) -> str:
+        device = jax.devices()[0]
+        return f"{device.platform}: {device.device_kind}"
+
+    def peak_device_bytes(self) -> int:
+        """The device's own peak; on a CPU, which keeps no count, the bytes of live arrays now."""
+        stats = jax.devices()[0].memory_stats()
+        return stats["peak_bytes_in_use"] if stats else sum(x.nbytes for x in jax.live_arrays())
+
     def live_bytes(self) -> Iterator[tuple[str, int]]:
         """Bytes of the engine's long-lived arrays by owner, as the device holds them."""
         for owner, tree in (("weights", self.weights), ("bank", self.banks), ("arena", self.arena)):
@@ -109,19 +119,17 @@ def bank_sharding() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
-def _tables(g: Geometry, plan: MemoryPlan, banks: tuple[LayerBank, ...]) -> Tables:
-    slot_of = np.full((len(banks), g.num_experts), -1, np.int32)
-    slot_page, page = [], 0
-    for layer, expert in plan.resident_pairs():
-        slot_of[layer, expert] = len(slot_page)
-        slot_page.append(page)
-        page += banks[layer].layout.num_pages
-    num_attention = len([i for i in g.attention_layers if i < len(banks)])
-    kv_pages = page + np.arange(num_attention * plan.kv_pages_per_layer, dtype=np.int32)
+def _tables(g: Geometry, plan: MemoryPlan) -> Tables:
+    """The tables at the start: slots and K/V pages where the plan puts them."""
+    slot_of = np.full((plan.num_blocks, g.num_experts), -1, np.int32)
+    for slot, (layer, expert) in enumerate(plan.resident_pairs()):
+        slot_of[layer, expert] = slot
+    slot_page = [plan.slot_first_page(slot) for slot in range(plan.expert_slots)]
+    kv_pages = plan.kv_first_page + np.arange(plan.kv_pages, dtype=np.int32)
     return Tables(
         jnp.asarray(slot_of),
-        jnp.asarray(slot_page or [0], jnp.int32),
-        jnp.asarray(kv_pages.reshape(num_attention, -1)),
+        jnp.asarray(slot_page or [0], jnp.int32),  # a table without slots still needs a row to be indexed
+        jnp.asarray(kv_pages.reshape(plan.num_kv_layers, plan.kv_pages_per_layer)),
     )
 
 
@@ -134,6 +142,3 @@ def _block_kinds(weights: Weights, banks: tuple[LayerBank, ...]) -> tuple[int, .
         leaves, structure = jax.tree.flatten(tree)
         kinds.append(seen.setdefault((structure, tuple((x.shape, x.dtype) for x in leaves)), len(seen)))
     return tuple(kinds)
-
-
-__all__ = ["Engine", "SequenceState", "bank_sharding"]

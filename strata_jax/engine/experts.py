@@ -177,7 +177,7 @@ def _chunk(
 
 def _on_blob(
     bank: LayerBank, arena: jax.Array, pages: jax.Array, expert: jax.Array, f: Callable[[jax.Array], jax.Array]
-):  # noqa: ANN202
+):
     """Apply ``f`` to the expert's words, from the arena if it is resident, else from the bank."""
     layout = bank.layout
 
@@ -206,5 +206,3 @@ def _apply(x: jax.Array, matrices: tuple[jax.Array, ...]) -> jax.Array:
     else:
         gate, up = matmul_t(x, matrices[0]), matmul_t(x, matrices[1])
     return matmul_t(jax.nn.silu(gate) * up, matrices[-1])
-
-

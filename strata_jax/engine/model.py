@@ -132,7 +132,7 @@ def block(
     return write_streams(streams, flat, y, w.ffn_mixer), arena, after, counts
 
 
-def advance_block(before: SequenceState, after: Any, count: jax.Array) -> SequenceState:  # noqa: ANN401
+def advance_block(before: SequenceState, after: Any, count: jax.Array) -> SequenceState:
     """The block's state once the first ``count`` tokens are kept."""
     if isinstance(after, gdn.GdnRows):
         assert isinstance(before, gdn.GdnState)

@@ -38,33 +38,37 @@ class Programs:
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     compile_s: float = 0.0
 
+    def clock_s(self) -> float:
+        """Seconds on a clock that stands still while a program is compiled."""
+        return time.perf_counter() - self.compile_s
+
     def embed(self, weights: Weights, tokens: jax.Array) -> jax.Array:
         return self._call(("embed", len(tokens)), partial(embed, g=self.spec.geometry), (weights, tokens))
 
-    def ple_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array]:  # noqa: ANN401
+    def ple_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array]:
         """(streams, rows, weights, history, count) -> streams, history."""
         return self._call(("ple", args[0].shape[0]), partial(_ple_chunk, g=self.spec.geometry), args, donate=(0, 3))
 
-    def gdn_chunk(self, kind: int, *args: Any) -> tuple[jax.Array, SequenceState, ExpertCounts]:  # noqa: ANN401
+    def gdn_chunk(self, kind: int, *args: Any) -> tuple[jax.Array, SequenceState, ExpertCounts]:
         """(weights, bank, arena, tables, layer, streams, state, start, count) -> streams, state, counts."""
         return self._call(("gdn", kind, args[5].shape[0]), partial(_gdn_chunk, spec=self.spec), args, donate=(5, 6))
 
-    def attention_chunk(self, kind: int, *args: Any) -> tuple[jax.Array, jax.Array, SequenceState, ExpertCounts]:  # noqa: ANN401
+    def attention_chunk(self, kind: int, *args: Any) -> tuple[jax.Array, jax.Array, SequenceState, ExpertCounts]:
         """(weights, bank, arena, tables, layer, row, streams, state, start, count) -> streams, arena, state, counts."""
         key = ("attention", kind, args[6].shape[0])
         return self._call(key, partial(_attention_chunk, spec=self.spec), args, donate=(2, 6, 7))
 
-    def draft_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array, SequenceState, jax.Array, ExpertCounts]:  # noqa: ANN401
+    def draft_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array, SequenceState, jax.Array, ExpertCounts]:
         """(weights, bank, tables, arena, index, tokens, streams, hidden, start, count) ->
         the MTP block's streams, arena, index state, hidden row of the last token, counts."""
         key = ("draft", args[5].shape[0])
         return self._call(key, partial(_draft_chunk, spec=self.spec), args, donate=(3, 4, 7))
 
-    def last_hidden(self, streams: jax.Array, count: Any) -> jax.Array:  # noqa: ANN401
+    def last_hidden(self, streams: jax.Array, count: Any) -> jax.Array:
         """The flattened streams f32[C*E] of row ``count - 1``."""
         return self._call(("hidden", streams.shape[0]), _last_hidden, (streams, count))
 
-    def head(self, mixer: MixerWeights, head: Matrix, streams: jax.Array, row: Any) -> jax.Array:  # noqa: ANN401
+    def head(self, mixer: MixerWeights, head: Matrix, streams: jax.Array, row: Any) -> jax.Array:
         """Logits f32[1, V] of one row of the streams."""
         return self._call(("head", streams.shape[0]), partial(_head, g=self.spec.geometry), (mixer, head, streams, row))
 
@@ -73,32 +77,32 @@ class Programs:
         args = (streams, mixer, head)
         return self._call(("heads", streams.shape[0]), partial(logits, g=self.spec.geometry), args)
 
-    def sample(self, scores: jax.Array, position: Any, how: SamplingArrays) -> jax.Array:  # noqa: ANN401
+    def sample(self, scores: jax.Array, position: Any, how: SamplingArrays) -> jax.Array:
         """The first token i32[1], from the prompt's last logits f32[1, V]."""
         return self._call(("sample",), _sample, (scores, position, how))
 
-    def first_window(self, num_drafts: int, *args: Any):  # noqa: ANN201, ANN401
+    def first_window(self, num_drafts: int, *args: Any):
         """(weights, banks, tables, arena, state, tokens, hidden, start, count, min_p) ->
         arena, state, drafts, good, counts."""
         f = partial(_first_window, num_drafts=num_drafts, spec=self.spec)
         return self._call(("first_window", num_drafts), f, args, donate=(3, 4))
 
-    def decode(self, num_drafts: int, *args: Any):  # noqa: ANN201, ANN401
+    def decode(self, num_drafts: int, *args: Any):
         """`decode_step`."""
         f = partial(decode_step, num_drafts=num_drafts, spec=self.spec)
         return self._call(("decode", args[5].shape[0], num_drafts), f, args, donate=(3, 4))
 
-    def fill_slot(self, kind: Hashable, arena: jax.Array, bank: LayerBank, expert: Any, page: Any) -> jax.Array:  # noqa: ANN401
+    def fill_slot(self, kind: Hashable, arena: jax.Array, bank: LayerBank, expert: Any, page: Any) -> jax.Array:
         """Copy one expert from the bank into the arena, in place."""
         return self._call(("fill", kind), _fill_slot, (arena, bank, expert, page), donate=(0,))
 
-    def _call(self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Any:  # noqa: ANN401
+    def _call(self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Any:
         program = self.compiled.get(key)
         if program is None:
             program = self.compiled[key] = self._compile(key, f, args, donate)
         return program(*args)
 
-    def _compile(self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...]) -> Any:  # noqa: ANN401
+    def _compile(self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...]) -> Any:
         name = " ".join(str(part) for part in key) if isinstance(key, tuple) else str(key)
         self.on_compile(name, None)
         started = time.perf_counter()
@@ -112,26 +116,26 @@ class Programs:
         return program
 
 
-def _ple_chunk(streams, rows, w, history, count, *, g):  # noqa: ANN001, ANN202
+def _ple_chunk(streams, rows, w, history, count, *, g):
     streams, inputs = ple.apply(streams, rows, w, history, g)
     return streams, ple.advance(inputs, count, g)
 
 
-def _gdn_chunk(w, bank, arena, tables, layer, streams, state, start, count, *, spec):  # noqa: ANN001, ANN202
+def _gdn_chunk(w, bank, arena, tables, layer, streams, state, start, count, *, spec):
     streams, _, after, counts = block(
         streams, w, bank, arena, tables.expert_pages(layer), None, state, start, count, spec
     )
     return streams, advance_block(state, after, count), counts
 
 
-def _attention_chunk(w, bank, arena, tables, layer, row, streams, state, start, count, *, spec):  # noqa: ANN001, ANN202
+def _attention_chunk(w, bank, arena, tables, layer, row, streams, state, start, count, *, spec):
     streams, arena, after, counts = block(
         streams, w, bank, arena, tables.expert_pages(layer), tables.kv_pages[row], state, start, count, spec
     )
     return streams, arena, advance_block(state, after, count), counts
 
 
-def _draft_chunk(weights, bank, tables, arena, index, tokens, streams, hidden, start, count, *, spec):  # noqa: ANN001, ANN202
+def _draft_chunk(weights, bank, tables, arena, index, tokens, streams, hidden, start, count, *, spec):
     flat = streams.reshape(streams.shape[0], -1)
     before = jnp.concatenate([hidden[None], flat[:-1]])
     out, arena, index, counts = feed_draft(weights, bank, tables, arena, index, tokens, before, start, count, spec)
@@ -150,7 +154,7 @@ def _sample(scores: jax.Array, position: jax.Array, how: SamplingArrays) -> jax.
     return sample(scores, position[None], how)
 
 
-def _first_window(weights, banks, tables, arena, state, tokens, hidden, start, count, min_p, *, num_drafts, spec):  # noqa: ANN001, ANN202
+def _first_window(weights, banks, tables, arena, state, tokens, hidden, start, count, min_p, *, num_drafts, spec):
     return draft(weights, banks, tables, arena, state, tokens, hidden, start, count, min_p, num_drafts, spec)
 
 

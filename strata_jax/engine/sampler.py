@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from strata_jax.errors import ConfigError
+from strata_jax.sampling import Sampling
 
 
 @jax.tree_util.register_dataclass
@@ -26,44 +26,15 @@ class SamplingArrays:
     seed: jax.Array
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to choose a token.
-
-    Attributes:
-        temperature: 0 = greedy.
-        top_k: keep this many best tokens, 0 = all.
-        top_p: keep the smallest set of best tokens with at least this probability, 1 = all.
-        min_p: drop tokens less probable than this share of the best one, 0 = none.
-        seed: 0 .. 2^32 - 1.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        limits = {
-            "temperature": (self.temperature >= 0, "at least 0"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 = off)"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
-            "seed": (0 <= self.seed < 2**32, "from 0 to 4294967295"),
-        }
-        wrong = [f"{key}={getattr(self, key)} must be {rule}" for key, (fits, rule) in limits.items() if not fits]
-        if wrong:
-            raise ConfigError("sampling: " + "; ".join(wrong))
-
-    def arrays(self) -> SamplingArrays:
-        return SamplingArrays(
-            jnp.float32(self.temperature),
-            jnp.int32(self.top_k),
-            jnp.float32(self.top_p),
-            jnp.float32(self.min_p),
-            jnp.uint32(self.seed),
-        )
+def sampling_arrays(how: Sampling) -> SamplingArrays:
+    """The settings as device scalars, so that changing them compiles nothing."""
+    return SamplingArrays(
+        jnp.float32(how.temperature),
+        jnp.int32(how.top_k),
+        jnp.float32(how.top_p),
+        jnp.float32(how.min_p),
+        jnp.uint32(how.seed),
+    )
 
 
 def sample(logits: jax.Array, positions: jax.Array, how: SamplingArrays) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,13 +12,14 @@ import numpy as np
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.experts import ExpertCounts
 from strata_jax.engine.model import State
-from strata_jax.engine.sampler import Sampling
+from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.errors import ConfigError, DoesNotFit
+from strata_jax.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """One prompt chunk: its place, its size, its time and its experts."""
+    """One prompt chunk: its place, its size, its time (compilation apart) and its experts."""
 
     start: int
     num_tokens: int
@@ -31,7 +31,7 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """One decode round: tokens verified and emitted, its time and its experts."""
+    """One decode round: tokens verified and emitted, its time (compilation apart) and its experts."""
 
     position: int
     window_tokens: int
@@ -64,6 +64,7 @@ class Session:
     def __post_init__(self) -> None:
         self.state = self.engine.empty_state()
         self.drafts_usable = self.engine.plan.with_draft
+        self.engine.owner = self
 
     @property
     def num_cells_left(self) -> int:
@@ -104,9 +105,9 @@ class Session:
         The first record holds the token chosen from ``first_logits``. Ends after a stop id, at ``max_tokens`` or at the
         end of the context.
         """
-        engine, how = self.engine, (sampling or Sampling()).arrays()
+        engine, how = self.engine, sampling_arrays(sampling or Sampling())
         num_drafts = engine.plan.spec_window - 1 if draft and self.drafts_usable else 0
-        started = time.perf_counter()
+        started = engine.programs.clock_s()
         token = int(engine.programs.sample(jnp.asarray(first_logits[-1:]), np.int32(len(self.tokens)), how)[0])
         drafts: list[int] = []
         if num_drafts and self.num_cells_left > 0:
@@ -115,7 +116,7 @@ class Session:
                 np.array([token], np.int32), self.state.hidden[None], np.int32(len(self.tokens)), np.int32(1), np.float32(min_p),
             )  # fmt: skip
             drafts = np.asarray(proposed)[: int(good)].tolist()
-        yield RoundRecord(len(self.tokens), 1, (token,), time.perf_counter() - started, 0, 0)
+        yield RoundRecord(len(self.tokens), 1, (token,), engine.programs.clock_s() - started, 0, 0)
         left = max_tokens - 1
         while left > 0 and token not in stop_ids and self.num_cells_left > 0:
             window = [token, *drafts][: min(left, self.num_cells_left)]
@@ -130,12 +131,14 @@ class Session:
         """Continue with given tokens, one verify row per token, without drafts; yields logits f32[V] after each."""
         self._check_tokens(tokens)
         self.drafts_usable = False  # the MTP block does not see these tokens
-        how = Sampling().arrays()
+        how = sampling_arrays(Sampling())
         for i, token in enumerate(tokens):
             record, _, scores = self._round([token], list(tokens[i + 1 : i + 2]), how, 0.0, 0)
             yield record, np.asarray(scores[0])
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if self.engine.owner is not self:
+            raise RuntimeError("the K/V cells of this sequence were taken over by a later one")
         vocab = self.engine.geometry.vocab_size
         if not len(tokens):
             raise ConfigError("the prompt has no tokens: give at least one")
@@ -149,7 +152,7 @@ class Session:
             )
 
     def _read_chunk(self, part: list[int], want: str) -> list[np.ndarray]:
-        engine, programs, started = self.engine, self.engine.programs, time.perf_counter()
+        engine, programs, started = self.engine, self.engine.programs, self.engine.programs.clock_s()
         weights, tables, count, start = engine.weights, engine.tables, np.int32(len(part)), np.int32(len(self.tokens))
         padded = next(size for size in engine.plan.prefill_buckets if size >= len(part))
         ids = np.zeros(padded, np.int32)
@@ -186,7 +189,7 @@ class Session:
         self.tokens += part
         out = self._chunk_logits(want, streams, draft_streams, len(part))
         lookups, hits = _totals(totals)
-        self.on_chunk(ChunkRecord(int(start), len(part), padded, time.perf_counter() - started, lookups, hits))
+        self.on_chunk(ChunkRecord(int(start), len(part), padded, engine.programs.clock_s() - started, lookups, hits))
         return out
 
     def _chunk_logits(self, want: str, streams: jax.Array, draft_streams: jax.Array | None, n: int) -> list[np.ndarray]:
@@ -201,8 +204,8 @@ class Session:
             return [np.asarray(programs.all_heads(weights.draft.out_mixer, weights.head, draft_streams))[:n]]
         return []
 
-    def _round(self, window, forced, how, min_p, num_drafts):  # noqa: ANN001, ANN202
-        engine, started, start = self.engine, time.perf_counter(), len(self.tokens)
+    def _round(self, window, forced, how, min_p, num_drafts):
+        engine, started, start = self.engine, self.engine.programs.clock_s(), len(self.tokens)
         # two programs per engine: a lone token, and the full window with unused rows masked
         size = 1 if len(window) == 1 else engine.plan.spec_window
         ids, wanted = np.zeros(size, np.int32), np.full(size, -1, np.int32)
@@ -218,7 +221,7 @@ class Session:
         drafts = np.asarray(out.next_drafts)[: int(out.num_drafts)].tolist()
         self.tokens += window[:kept]
         lookups, hits = _totals([out.counts])
-        seconds = time.perf_counter() - started
+        seconds = engine.programs.clock_s() - started
         return RoundRecord(start, len(window), emitted, seconds, lookups, hits), drafts, out.logits
 
 

@@ -1,0 +1,29 @@
+"""What runs, one file per pipeline. `run.py` calls `run_pipeline`; a pipeline is imported when it is chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strata_jax.config.schema import PipelineName, RunConfig
+from strata_jax.report.record import RunRecord
+
+
+def run_pipeline(config: RunConfig, record: RunRecord) -> dict[str, Any]:
+    """Run the chosen pipeline and return the fields of summary.json that it fills."""
+    match config.pipeline.name:
+        case PipelineName.generate:
+            from pipelines import generate
+
+            return generate.run(config, record)
+        case PipelineName.logits:
+            from pipelines import logits
+
+            return logits.run(config, record)
+        case PipelineName.parity:
+            from pipelines import parity
+
+            return parity.run(config, record)
+        case PipelineName.plan:
+            from pipelines import plan
+
+            return plan.run(config, record)

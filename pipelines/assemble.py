@@ -1,0 +1,137 @@
+"""What every pipeline begins with: open the model, read the requests, plan the memory, start JAX, load the engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strata_jax.gguf.chat import ChatTemplate
+from strata_jax.gguf.tokenizer import Tokenizer
+from strata_jax.memory.layout import KIB
+from strata_jax.memory.ledger import Memory, Phase
+from strata_jax.memory.plan import MemoryPlan, plan
+from strata_jax.memory.request import AUTO_CHUNK_MAX_TOKENS, PlanRequest
+from strata_jax.memory.table import plan_text
+
+from strata_jax.config.schema import AUTO, RunConfig
+from strata_jax.errors import ConfigError
+from strata_jax.geometry import Geometry
+from strata_jax.gguf.reader import GGUFFile, open_gguf
+from strata_jax.hardware import Hardware, describe_local, resolve_hardware
+from strata_jax.report.record import RunRecord
+from strata_jax.runtime import start_jax
+from strata_jax.synthetic import builtin_model_path
+from strata_jax.workloads import Request, requests_of
+
+if TYPE_CHECKING:
+    from strata_jax.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+SLOW_COMPILE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request and its prompt in tokens."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+
+
+def open_model(config: RunConfig) -> tuple[GGUFFile, Geometry]:
+    """Open the model's header: the given file, or the built-in model (made on first use)."""
+    path = Path(config.model.path) if config.model.path else builtin_model_path(seed=config.model.seed)
+    file = open_gguf(path)
+    geometry = Geometry.from_gguf(file)
+    for warning in geometry.warnings:
+        log.warning("%s: %s", path.name, warning)
+    return file, geometry
+
+
+def read_prompts(config: RunConfig, file: GGUFFile) -> tuple[list[Prompt], Tokenizer]:
+    """Turn the workload's requests into tokens with the file's own tokenizer and chat template."""
+    tokenizer = Tokenizer.from_gguf(file.metadata)
+    template: ChatTemplate | None = None
+    prompts = []
+    for request in requests_of(config):
+        if request.token_ids is not None:
+            ids = list(request.token_ids)
+        elif request.prompt is not None:
+            ids = tokenizer.encode_prompt(request.prompt)
+        else:
+            template = template or ChatTemplate.from_gguf(file.metadata, tokenizer)
+            ids = template.encode_messages(list(request.messages or ()), **request.chat_options)
+        if not ids:
+            raise ConfigError(f"request {request.name}: the prompt has no tokens; give at least one character")
+        prompts.append(Prompt(request, tuple(ids)))
+    return prompts, tokenizer
+
+
+def make_plan(
+    config: RunConfig, geometry: Geometry, prompts: list[Prompt], record: RunRecord, *, all_logits: bool = False
+) -> tuple[MemoryPlan, Hardware]:
+    """Plan the memory for these prompts, print the plan, and write it down. Nothing is allocated before this."""
+    hardware = resolve_hardware(config.hardware, describe_local())
+    need = max((len(p.token_ids) + _num_output_tokens(p.request) for p in prompts), default=None)
+    request = PlanRequest(
+        context_cells=_given(config.model.max_context),
+        workload_cells=need,
+        chunk_tokens=_given(config.prefill.chunk),
+        chunk_auto_max=_at_most(config.prefill.chunk) or AUTO_CHUNK_MAX_TOKENS,
+        expert_slots=_given(config.cache.slots),
+        page_bytes=None if config.engine.page_kib == AUTO else int(config.engine.page_kib) * KIB,
+        kv_type=config.kv.type.name,
+        spec_window=config.spec.window,
+        all_logits=all_logits,
+        device_budget_bytes=hardware.vram_bytes,
+        reserve_bytes=hardware.vram_reserve_bytes if hardware.vram_bytes is not None else 0,
+        host_budget_bytes=hardware.ram_budget_bytes,
+        shared_memory=hardware.gpu is None,
+    )
+    made = plan(geometry, request)
+    text = plan_text(made)
+    record.write_plan(made.to_json(), text)
+    print(f"Memory plan of {geometry.name}\n{text}")
+    return made, hardware
+
+
+def load_engine(
+    config: RunConfig, hardware: Hardware, file: GGUFFile, geometry: Geometry, made: MemoryPlan, record: RunRecord
+) -> Engine:
+    """Start JAX as planned, then read the model into bank and arena."""
+    start_jax(config, hardware, host_pool_bytes=made.ledger.total_bytes(Phase.START, Memory.HOST))
+    from strata_jax.engine.engine import Engine  # JAX's environment is in place only now
+
+    def on_compile(name: str, seconds: float | None) -> None:
+        if seconds is None:
+            return
+        record.event("compile", program=name, ms=1000 * seconds)
+        if seconds > SLOW_COMPILE_S:
+            log.info("compiled %s in %.1f s", name, seconds)
+
+    started = time.perf_counter()
+    engine = Engine.load(file, geometry, made, on_compile)
+    load_s = time.perf_counter() - started - engine.programs.compile_s
+    for owner, num_bytes in engine.live_bytes():
+        record.event("load", owner=owner, bytes=num_bytes)
+    record.update(model=geometry.name, device=engine.device_name, load_s=load_s)
+    return engine
+
+
+def _num_output_tokens(request: Request) -> int:
+    return len(request.forced_token_ids) if request.forced_token_ids is not None else request.max_output_tokens
+
+
+def _given(value: int | str) -> int | None:
+    """A number that was given; None for `auto` and `auto:N`."""
+    return None if str(value).startswith(AUTO) else int(value)
+
+
+def _at_most(value: int | str) -> int | None:
+    """The N of `auto:N`."""
+    word, _, limit = str(value).partition(":")
+    return int(limit) if word == AUTO and limit else None

@@ -1,0 +1,73 @@
+"""Compare the engine with itself: chunked, one-shot and stepwise logits, drafted and plain text, of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipelines.assemble import load_engine, make_plan, open_model, read_prompts
+from strata_jax.config.schema import RunConfig
+from strata_jax.report.record import RunRecord
+from strata_jax.report.tables import console, table, table_text
+from strata_jax.workloads import Request
+
+if TYPE_CHECKING:
+    from strata_jax.engine.engine import Engine
+
+LOGIT_TOLERANCE = 2e-5  # of float32 weights and K/V, at a logit std of about 1.4
+COLUMNS = ("comparison", "positions", "max difference", "mean difference", "same arg-max", "within")
+
+
+def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
+    """Print and save the table of differences; the summary's `extra.agrees` says whether all rows hold."""
+    file, geometry = open_model(config)
+    prompts, _ = read_prompts(config, file)
+    plan, hardware = make_plan(config, geometry, prompts, record, all_logits=True)
+    engine = load_engine(config, hardware, file, geometry, plan, record)
+    rows = [
+        (f"{prompt.request.name}: {row[0]}", *row[1:])
+        for prompt in prompts
+        for row in _compare(engine, prompt.token_ids, prompt.request)
+    ]
+    built = table(f"Differences within {geometry.name}, K/V {plan.kv_type}", COLUMNS, rows)
+    console().print(built)
+    record.write_json("parity.json", [dict(zip(COLUMNS, row, strict=True)) for row in rows])
+    (record.directory / "parity.txt").write_text(table_text(built), encoding="utf-8")
+    return {
+        "num_requests": len(prompts),
+        "prompt_tokens": sum(len(p.token_ids) for p in prompts),
+        "compile_s": engine.programs.compile_s,
+        "num_compilations": len(engine.programs.compiled),
+        "extra": {"agrees": all(row[-1] for row in rows), "logit_tolerance": LOGIT_TOLERANCE},
+    }
+
+
+def _compare(engine: Engine, ids: tuple[int, ...], request: Request) -> Iterator[tuple[Any, ...]]:
+    from strata_jax.engine.session import Session
+
+    chunked = Session(engine).prefill(ids, want="all")
+    for chunk in (c for c in engine.plan.prefill_buckets if c < engine.plan.chunk_tokens):
+        session = Session(engine)
+        parts = [session.prefill(ids[i : i + chunk], want="all") for i in range(0, len(ids), chunk)]
+        yield _logits_row(f"chunks of {engine.plan.chunk_tokens} and of {chunk}", chunked, np.concatenate(parts))
+    stepped = np.stack([logits for _, logits in Session(engine).force(ids)])
+    yield _logits_row(f"chunks of {engine.plan.chunk_tokens} and single steps", chunked, stepped)
+    if not engine.plan.with_draft:
+        return
+    texts = []
+    for draft in (True, False):
+        session = Session(engine)
+        logits = session.prefill(ids)
+        steps = session.decode(logits, max_tokens=request.max_output_tokens, sampling=request.sampling, draft=draft)
+        texts.append([token for step in steps for token in step.emitted])
+    same = sum(a == b for a, b in zip(*texts, strict=True)) / len(texts[0])
+    yield ("drafted and plain text", len(texts[0]), None, None, same, texts[0] == texts[1])
+
+
+def _logits_row(name: str, a: np.ndarray, b: np.ndarray) -> tuple[Any, ...]:
+    difference = np.abs(a - b)
+    same = float((a.argmax(-1) == b.argmax(-1)).mean())
+    worst = float(difference.max())
+    return (name, len(a), worst, float(difference.mean()), same, worst <= LOGIT_TOLERANCE)

@@ -1,0 +1,209 @@
+"""What the compiled programs need beside weights and state: estimates of the largest temporaries, term by term.
+
+Parts of a block run one after the other and share memory, so a phase is charged the terms that live throughout and
+those of its largest part. The terms follow the reference engine (``engine/``); XLA may fuse some away. Letters: T rows
+of the program, C streams, E width, B index blocks, K experts per token, F expert width, V vocabulary.
+Measured 2026-11 with XLA on a CPU, 512 rows of the real widths in F32, 65,536 cells: GDN 88 MiB (here 88), attention
+187 (here 271: keys and values are gathered one after the other there), experts 69 (here 87).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from strata_jax.geometry import Geometry
+from strata_jax.memory.layout import padded_chunk
+from strata_jax.memory.ledger import Entry, Owner, Phase, during
+from strata_jax.memory.sizes import F32_BYTES, ModelSizes, gdn_channels
+
+# These three follow the engine's constants of the same names.
+MATRIX_TILE_WEIGHTS = 16 * 2**20
+GATHER_TILE_VALUES = 16 * 2**20
+MAX_EXPERT_TILE_TOKENS = 128
+PACKED_WEIGHT_BYTES = 1  # of a weight in a packed matrix, rounded up (Q8_0: 1.06)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One temporary: its bytes and the formula that gave them."""
+
+    item: str
+    num_bytes: int
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """What the buffers depend on besides the model and the rows: the context and how its cells are stored."""
+
+    context_cells: int
+    cells_per_page: int
+    cell_bytes: int
+
+
+@lru_cache(maxsize=1024)
+def prompt_buffers(sizes: ModelSizes, chunk_tokens: int, cells: Cells, *, with_draft: bool, all_logits: bool
+                   ) -> tuple[Entry, ...]:  # fmt: skip
+    """Return the entries of the prefill phase for chunks of `chunk_tokens`, padded as the programs pad them."""
+    rows = padded_chunk(chunk_tokens)
+    parts = prompt_parts(sizes, rows, cells, with_draft=with_draft, logits_rows=rows if all_logits else 1)
+    throughout = _throughout(sizes, rows)
+    return _entries(Phase.PREFILL, Owner.PROMPT_BUFFERS, throughout, parts)
+
+
+@lru_cache(maxsize=1024)
+def decode_buffers(sizes: ModelSizes, window_tokens: int, cells: Cells, *, with_draft: bool) -> tuple[Entry, ...]:
+    """Return the entries of the decode phase for windows of `window_tokens`."""
+    g, rows = sizes.geometry, window_tokens
+    channels, heads = gdn_channels(g), g.gdn_key_heads + g.gdn_value_heads
+    per_layer = (rows + g.conv_kernel - 1) * channels + rows * (heads * g.gdn_head_dim + g.gdn_value_heads)
+    num_gdn = len(g.recurrent_layers)
+    kept = Term(
+        "rows kept until acceptance", num_gdn * per_layer * F32_BYTES,
+        f"{num_gdn} GDN layers x {per_layer:,} values x 4 B",
+    )  # fmt: skip
+    state = Term(
+        "recurrent update", 2 * g.gdn_value_heads * g.gdn_head_dim**2 * F32_BYTES,
+        f"2 x {g.gdn_value_heads} heads x {g.gdn_head_dim}^2 x 4 B",
+    )  # fmt: skip
+    parts = prompt_parts(sizes, rows, cells, with_draft=with_draft, logits_rows=rows)
+    parts["sampling"] = (
+        Term("logits and sampling", 6 * rows * g.vocab_size * F32_BYTES, f"6 x T {rows} x V {g.vocab_size:,} x 4 B"),
+    )
+    return _entries(Phase.DECODE, Owner.DECODE_BUFFERS, (*_throughout(sizes, rows), kept, state), parts)
+
+
+def prompt_parts(
+    sizes: ModelSizes, rows: int, cells: Cells, *, with_draft: bool, logits_rows: int
+) -> dict[str, tuple[Term, ...]]:
+    """Return the temporaries of each part of a pass over `rows` tokens; only one part lives at a time."""
+    g = sizes.geometry
+    parts = {"experts": _expert_terms(sizes, rows, with_draft), "head": _head_terms(sizes, logits_rows)}
+    if g.recurrent_layers:
+        parts["GDN"] = _gdn_terms(sizes, rows)
+    ratios = {g.compress_ratio[i] for i in sizes.attention_layers(with_draft)}
+    for ratio in sorted(ratios):
+        name = f"sparse attention {ratio}" if ratio else "dense attention"
+        parts[name] = _attention_terms(sizes, rows, cells, ratio)
+    if g.ple_layer is not None:
+        parts["n-gram table"] = _table_terms(sizes, rows)
+    if with_draft:
+        width = g.num_streams * g.embed_width
+        joined = Term("draft inputs", rows * 3 * width * F32_BYTES, f"T {rows} x 3 x C*E {width:,} x 4 B")
+        parts["draft inputs"] = (joined, _decoded_tile(sizes))
+    return parts
+
+
+def _entries(phase: Phase, owner: Owner, throughout: tuple[Term, ...], parts: dict[str, tuple[Term, ...]]
+             ) -> tuple[Entry, ...]:  # fmt: skip
+    largest = max(parts, key=lambda name: sum(term.num_bytes for term in parts[name]))
+    entries = [during(phase, owner, term.item, term.num_bytes, term.rule) for term in throughout]
+    entries += [
+        during(phase, owner, f"{largest}: {term.item}", term.num_bytes, term.rule)
+        for term in parts[largest]
+        if term.num_bytes
+    ]
+    return tuple(entries)
+
+
+def _throughout(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
+    g = sizes.geometry
+    width = g.num_streams * g.embed_width
+    shape = f"T {rows} x C {g.num_streams} x E {g.embed_width:,} x 4 B"
+    return (
+        Term("residual streams", 2 * rows * width * F32_BYTES, f"2 x {shape}"),
+        Term("mixer: normed streams and gates", 2 * rows * width * F32_BYTES, f"2 x {shape}"),
+        Term(
+            "mixer: input and output", 2 * rows * g.embed_width * F32_BYTES, f"2 x T {rows} x E {g.embed_width:,} x 4 B"
+        ),
+    )
+
+
+def _decoded_tile(sizes: ModelSizes) -> Term:
+    weights = min(sizes.decoded_tile_weights, MATRIX_TILE_WEIGHTS)
+    num_bytes = weights * (F32_BYTES + PACKED_WEIGHT_BYTES)
+    return Term("decoded matrix", num_bytes, f"{weights:,} weights x (4 B + {PACKED_WEIGHT_BYTES} B packed)")
+
+
+def _gdn_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
+    g = sizes.geometry
+    channels, values = gdn_channels(g), g.gdn_value_heads * g.gdn_head_dim
+    per_token = 2 * channels + 4 * values
+    rule = f"T {rows} x (2 x {channels:,} channels + 4 x {values:,} values) x 4 B"
+    return Term("projections and outputs", rows * per_token * F32_BYTES, rule), _decoded_tile(sizes)
+
+
+def _attention_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> tuple[Term, ...]:
+    g = sizes.geometry
+    query, kv = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
+    per_token = 4 * query + 2 * kv
+    projections = Term(
+        "projections and output", rows * per_token * F32_BYTES,
+        f"T {rows} x (4 x {query:,} query + 2 x {kv:,} K/V values) x 4 B",
+    )  # fmt: skip
+    if not ratio:
+        page = cells.cells_per_page
+        num_bytes = page * (2 * kv * F32_BYTES + cells.cell_bytes) + 3 * rows * g.num_heads * page * F32_BYTES
+        rule = (
+            f"{page} cells x (2 x {kv:,} x 4 B + {cells.cell_bytes} B)"
+            f" + 3 x T {rows} x {g.num_heads} heads x {page} x 4 B"
+        )
+        return projections, Term("one page of K/V and scores", num_bytes, rule), _decoded_tile(sizes)
+    num_blocks = cells.context_cells // ratio + 1
+    kept = min(g.index_top_k // ratio, num_blocks)
+    attended = (kept + 1) * ratio
+    tile = max(1, min(rows, GATHER_TILE_VALUES // (attended * kv)))
+    gathered = tile * attended * (2 * kv * F32_BYTES + cells.cell_bytes + 2 * g.num_heads * F32_BYTES)
+    return (
+        projections,
+        Term("index scores", 2 * rows * num_blocks * F32_BYTES, f"2 x T {rows} x B {num_blocks:,} x 4 B"),
+        Term("K/V gathered and scored", gathered,
+             f"{tile} tokens x {attended:,} cells x (2 x {kv:,} x 4 B + {cells.cell_bytes} B"
+             f" + 2 x {g.num_heads} heads x 4 B)"),
+        _decoded_tile(sizes),
+    )  # fmt: skip
+
+
+def _expert_terms(sizes: ModelSizes, rows: int, with_draft: bool) -> tuple[Term, ...]:
+    g = sizes.geometry
+    tile, width = _expert_tile(g, rows), max(g.expert_width[: sizes.blocks(with_draft)])
+    pairs, blob = rows * g.num_experts_used, max(sizes.blobs)
+    decoded = 3 * g.embed_width * width
+    return (
+        Term("expert outputs", (pairs + tile) * g.embed_width * F32_BYTES,
+             f"(T {rows} x K {g.num_experts_used} + tile {tile}) x E {g.embed_width:,} x 4 B"),
+        Term("one expert packed and decoded", blob + decoded * F32_BYTES,
+             f"{blob:,} B + 3 x E {g.embed_width:,} x F {width} x 4 B"),
+        Term("tile of one expert", tile * (2 * g.embed_width + 3 * width) * F32_BYTES,
+             f"tile {tile} x (2 x E {g.embed_width:,} + 3 x F {width}) x 4 B"),
+        Term("router and shared expert",
+             rows * (2 * g.num_experts + 3 * g.shared_expert_width + 2 * g.embed_width) * F32_BYTES,
+             f"T {rows} x (2 x {g.num_experts} experts + 3 x {g.shared_expert_width} shared"
+             f" + 2 x E {g.embed_width:,}) x 4 B"),
+    )  # fmt: skip
+
+
+def _expert_tile(g: Geometry, rows: int) -> int:
+    """Rows of the tile in which a prompt applies one expert: twice its mean load, a power of two from 16 to 128."""
+    mean = 2 * rows * g.num_experts_used // g.num_experts
+    return min(MAX_EXPERT_TILE_TOKENS, max(16, 2 ** mean.bit_length() // 2))
+
+
+def _head_terms(sizes: ModelSizes, logits_rows: int) -> tuple[Term, ...]:
+    vocab = sizes.geometry.vocab_size
+    return (
+        Term("logits", 2 * logits_rows * vocab * F32_BYTES, f"2 x {logits_rows} rows x V {vocab:,} x 4 B"),
+        _decoded_tile(sizes),
+    )
+
+
+def _table_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
+    g = sizes.geometry
+    width, row = g.num_streams * g.embed_width, len(g.ple_vocab_sizes) * g.ple_row_width
+    return (
+        Term("n-gram rows", rows * (sizes.table_row_bytes + row * F32_BYTES),
+             f"T {rows} x ({sizes.table_row_bytes:,} B packed + {row:,} x 4 B)"),
+        Term("n-gram keys and convolution", 4 * rows * width * F32_BYTES, f"4 x T {rows} x C*E {width:,} x 4 B"),
+        _decoded_tile(sizes),
+    )  # fmt: skip

@@ -1,0 +1,234 @@
+"""One candidate of a plan: the bytes that a context, a chunk and a number of slots take, and whether they fit.
+
+A `Frame` is a model and a request with everything that does not depend on these three numbers worked out; the planner
+and its error messages ask it the same questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from strata_jax.errors import ConfigError
+from strata_jax.kv_types import cell_bytes
+from strata_jax.memory import layout
+from strata_jax.memory.buffers import Cells, decode_buffers, prompt_buffers
+from strata_jax.memory.ledger import (
+    Entry,
+    Limit,
+    Memory,
+    Owner,
+    Shortfall,
+    always,
+    phase_totals,
+    worst_shortfall,
+)
+from strata_jax.memory.request import Choice, Origin, PlanRequest
+from strata_jax.memory.sizes import (
+    F32_BYTES,
+    ModelSizes,
+    bank_bytes,
+    gdn_state_bytes,
+    index_key_bytes,
+    index_tail_bytes,
+    ple_state_bytes,
+    table_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A model and a request, before context, chunk and slots are chosen.
+
+    Attributes:
+        pages: pages of a slot of each loaded block.
+        fixed: entries that depend on none of the three.
+    """
+
+    sizes: ModelSizes
+    request: PlanRequest
+    with_draft: bool
+    page_choice: Choice
+    cell_bytes: int
+    cells_per_page: int
+    pages: tuple[int, ...]
+    limits: tuple[Limit, ...]
+    fixed: tuple[Entry, ...]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_choice.value
+
+    @property
+    def block_cells(self) -> int:
+        return self.sizes.block_cells
+
+    @property
+    def max_slots(self) -> int:
+        return len(self.pages) * self.sizes.geometry.num_experts
+
+    @property
+    def window_tokens(self) -> int:
+        """Rows of the decode program: without a draft block there are no windows."""
+        return self.request.spec_window if self.with_draft else 1
+
+    def num_cells(self, context_cells: int) -> int:
+        return layout.align_up(context_cells, self.block_cells)
+
+    def kv_pages_per_layer(self, context_cells: int) -> int:
+        return layout.kv_pages_per_layer(self.num_cells(context_cells), self.cells_per_page)
+
+    def kv_pages(self, context_cells: int) -> int:
+        layers = self.sizes.attention_layers(self.with_draft)
+        return len(layers) * self.kv_pages_per_layer(context_cells)
+
+    def spare_pages(self, context_cells: int, num_slots: int) -> int:
+        """Pages that only make the arena as long as one expert, since its program reads that many at a time."""
+        used = layout.slot_pages(num_slots, self.pages) + self.kv_pages(context_cells)
+        return max(0, max(self.pages) - used)
+
+    def context_entries(self, context_cells: int) -> tuple[Entry, ...]:
+        """Return what grows with the context alone: K/V pages and index keys."""
+        g, cells = self.sizes.geometry, self.num_cells(context_cells)
+        pages = self.kv_pages_per_layer(context_cells)
+        layers = self.sizes.attention_layers(self.with_draft)
+        trunk = len(self.sizes.trunk_attention)
+        rule = (
+            f"x {pages:,} pages x {self.page_bytes:,} B; {self.cells_per_page:,} cells of {self.cell_bytes:,} B a page"
+        )
+        entries = [always(Owner.KV, "trunk", trunk * pages * self.page_bytes, f"{trunk} attention layers {rule}")]
+        if len(layers) > trunk:
+            entries.append(always(Owner.KV, "draft block", pages * self.page_bytes, f"1 attention layer {rule}"))
+        for ratio, count in self.sizes.sparse_ratios(self.with_draft):
+            keys = count * index_key_bytes(g, ratio, cells)
+            rule = f"{count} sparse layers x ({cells:,} cells / {ratio} + 1) x {g.index_dim} x 4 B"
+            entries.append(always(Owner.INDEX_KEYS, f"blocks of {ratio}", keys, rule))
+        return tuple(entries)
+
+    def slot_bytes(self, context_cells: int, num_slots: int) -> int:
+        """Return the bytes of `slot_entries`."""
+        pages = layout.slot_pages(num_slots, self.pages) + self.spare_pages(context_cells, num_slots)
+        tables = table_bytes(self.sizes, self.with_draft, num_slots, self.kv_pages_per_layer(context_cells))
+        return pages * self.page_bytes + tables
+
+    def slot_entries(self, context_cells: int, num_slots: int) -> tuple[Entry, ...]:
+        """Return what grows with the slots: their pages, the pages the arena lacks without them, and the tables."""
+        pages = layout.slot_pages(num_slots, self.pages)
+        rule = f"{num_slots:,} slots in {pages:,} pages x {self.page_bytes:,} B"
+        entries = [always(Owner.EXPERT_SLOTS, "slots", pages * self.page_bytes, rule)]
+        spare = self.spare_pages(context_cells, num_slots)
+        if spare:
+            rule = f"{spare} pages x {self.page_bytes:,} B, so that the arena is as long as one expert"
+            entries.append(always(Owner.EXPERT_SLOTS, "spare pages", spare * self.page_bytes, rule))
+        tables = table_bytes(self.sizes, self.with_draft, num_slots, self.kv_pages_per_layer(context_cells))
+        rule = "(experts of all blocks + slots + K/V pages of all layers) x 4 B"
+        return (*entries, always(Owner.TABLES, "slots and pages", tables, rule))
+
+    def buffer_entries(self, context_cells: int, chunk_tokens: int) -> tuple[Entry, ...]:
+        """Return the temporaries of prompt and decode programs."""
+        cells = Cells(self.num_cells(context_cells), self.cells_per_page, self.cell_bytes)
+        prompt = prompt_buffers(
+            self.sizes, chunk_tokens, cells, with_draft=self.with_draft, all_logits=self.request.all_logits
+        )
+        return prompt + decode_buffers(self.sizes, self.window_tokens, cells, with_draft=self.with_draft)
+
+    def entries(self, context_cells: int, chunk_tokens: int, num_slots: int) -> tuple[Entry, ...]:
+        """Return the ledger's entries for a candidate."""
+        return (
+            *self.fixed,
+            *self.context_entries(context_cells),
+            *self.slot_entries(context_cells, num_slots),
+            *self.buffer_entries(context_cells, chunk_tokens),
+        )
+
+    def shortfall(self, context_cells: int, chunk_tokens: int, num_slots: int) -> Shortfall | None:
+        """Return by how much a candidate exceeds a budget, or None if it fits."""
+        return worst_shortfall(self.entries(context_cells, chunk_tokens, num_slots), self.limits)
+
+    def room_bytes(self, entries: Sequence[Entry]) -> int | None:
+        """Return the device bytes that `entries` leave in every phase (below 0: too few); None without a budget."""
+        rooms = [
+            limit.budget_bytes - max(phase_totals(entries, limit.memories))
+            for limit in self.limits
+            if Memory.DEVICE in limit.memories
+        ]
+        return min(rooms, default=None)
+
+    def slots_that_fit(self, context_cells: int, chunk_tokens: int) -> int | None:
+        """Return the most slots beside a context and a chunk; None if not even 0 fit."""
+        others = (*self.fixed, *self.context_entries(context_cells), *self.buffer_entries(context_cells, chunk_tokens))
+        if worst_shortfall(others, self.limits) is not None:
+            return None
+        room = self.room_bytes(others)
+        if room is None:
+            return self.max_slots
+        return layout.largest_where(lambda n: self.slot_bytes(context_cells, n) <= room, 0, self.max_slots)
+
+
+def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
+    """Work out all that does not depend on context, chunk and slots. `request` has passed `check_request`."""
+    g = sizes.geometry
+    with_draft = request.spec_window > 1 and g.num_mtp_layers > 0
+    cell = sum(cell_bytes(request.kv_type, g.num_kv_heads, g.head_dim))
+    blobs = sizes.blobs[: sizes.blocks(with_draft)]
+    if request.page_bytes is None:
+        value = layout.choose_page_bytes(blobs, cell, sizes.block_cells)
+        waste = 100 * layout.slot_waste_frac(blobs, value)
+        reason = f"largest power of two up to 64 KiB that wastes < 3 % of the slots ({waste:.2f} %)"
+        if waste >= 100 * layout.MAX_SLOT_WASTE_FRAC:
+            reason = f"none wastes < 3 % of the slots; this one wastes least ({waste:.2f} %)"
+        page_choice = Choice("page_bytes", value, Origin.COMPUTED, reason)
+    else:
+        page_choice = request.choice("page_bytes", request.page_bytes)
+    per_page = layout.cells_per_page(page_choice.value, cell, sizes.block_cells)
+    if per_page == 0:
+        needed = sizes.block_cells * cell
+        raise ConfigError(
+            f"engine.page_kib={page_choice.value / layout.KIB:g} and kv.type={request.kv_type}: a page of"
+            f" {page_choice.value:,} bytes does not hold one block of {sizes.block_cells} cells of {cell:,} bytes; it"
+            f" needs {needed:,}. Set engine.page_kib={-(-needed // layout.KIB)} or more"
+        )
+    return Frame(
+        sizes=sizes,
+        request=request,
+        with_draft=with_draft,
+        page_choice=page_choice,
+        cell_bytes=cell,
+        cells_per_page=per_page,
+        pages=tuple(layout.pages_per_expert(blob, page_choice.value) for blob in blobs),
+        limits=request.limits(),
+        fixed=_fixed_entries(sizes, request, with_draft),
+    )
+
+
+def _fixed_entries(sizes: ModelSizes, request: PlanRequest, with_draft: bool) -> tuple[Entry, ...]:
+    g, entries = sizes.geometry, []
+    if request.device_budget_bytes is not None:
+        rule = "left to the desktop and other programs"
+        entries.append(always(Owner.RESERVE, "reserve", request.reserve_bytes, rule, origin=request.reserve_origin))
+    stored = "as stored; vectors and convolution kernels as float32"
+    entries.append(always(Owner.DENSE, "trunk", sizes.dense_bytes, stored))
+    entries.append(always(Owner.EMBEDDING, "rows", sizes.embedding_bytes, "token_embd as stored"))
+    head = "output as stored" if sizes.head_bytes else "0: the head uses the embedding"
+    entries.append(always(Owner.HEAD, "rows", sizes.head_bytes, head))
+    if with_draft:
+        entries.append(always(Owner.DRAFTER, "draft block", sizes.drafter_bytes, f"{stored}; without its experts"))
+    num_gdn = len(g.recurrent_layers)
+    if num_gdn:
+        each = gdn_state_bytes(g)
+        entries.append(
+            always(Owner.RECURRENT_STATE, "GDN", num_gdn * each, f"{num_gdn} GDN layers x {each:,} B of float32")
+        )
+    if g.ple_layer is not None:
+        rule = "inputs the n-gram convolution looks back to, float32"
+        entries.append(always(Owner.RECURRENT_STATE, "n-gram convolution", ple_state_bytes(g), rule))
+    width = g.num_streams * g.embed_width
+    entries.append(always(Owner.RECURRENT_STATE, "hidden row", width * F32_BYTES, f"C*E {width:,} x 4 B"))
+    for ratio, count in sizes.sparse_ratios(with_draft):
+        rule = f"{count} sparse layers x ({ratio} - 1) raw keys x {g.index_dim} x 4 B"
+        tails = count * index_tail_bytes(g, ratio)
+        entries.append(always(Owner.INDEX_KEYS, f"incomplete blocks of {ratio}", tails, rule))
+    blocks = sizes.blocks(with_draft)
+    rule = f"{g.num_experts} experts of {blocks} blocks, packed, matrices padded to 4 B"
+    entries.append(always(Owner.BANK, "experts", bank_bytes(sizes, with_draft), rule, memory=Memory.HOST))
+    return tuple(entries)

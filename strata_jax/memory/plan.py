@@ -1,0 +1,351 @@
+"""The planner: context, chunk, slots and pages that a model gets within the budgets, as data the engine allocates from.
+
+Pure and deterministic: no clock, no device, no JAX. Given settings are constraints; what is auto is filled in the order
+page size, context, chunk, slots. A plan that does not fit is an `Unfit` with what would fit (``unfit.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from strata_jax.errors import DoesNotFit
+from strata_jax.geometry import Geometry
+from strata_jax.memory import layout
+from strata_jax.memory.candidate import Frame, make_frame
+from strata_jax.memory.ledger import MIB, Ledger, Origin, Owner, Phase
+from strata_jax.memory.request import MIN_CONTEXT_CELLS, Choice, PlanRequest, check_request, setting_text
+from strata_jax.memory.sizes import model_sizes
+from strata_jax.memory.unfit import Unfit, explain
+
+SMALLEST_AUTO_CHUNK_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the engine allocates.
+
+    The arena holds the slots from page 0 on, then the K/V pages layer by layer, then spare pages.
+
+    Attributes:
+        request: the request with every auto value filled in; planning it again gives this plan.
+        context_requested_cells: the context before rounding up to whole index blocks.
+        spec_window: tokens of a decode window as asked for; without a draft block (`with_draft`) windows have one.
+        pages_per_expert: pages of a slot of each loaded block.
+        slot_pages: pages of all slots.
+        kv_pages_per_layer: pages of each of the `num_kv_layers` attention layers, the draft block's last.
+        choices: each chosen setting with its origin and reason.
+    """
+
+    model: str
+    request: PlanRequest
+    context_cells: int
+    context_requested_cells: int
+    chunk_tokens: int
+    prefill_buckets: tuple[int, ...]
+    expert_slots: int
+    num_blocks: int
+    num_experts: int
+    with_draft: bool
+    spec_window: int
+    kv_type: str
+    page_bytes: int
+    pages_per_expert: tuple[int, ...]
+    slot_pages: int
+    num_kv_layers: int
+    kv_pages_per_layer: int
+    spare_pages: int
+    cells_per_page: int
+    cell_bytes: int
+    ledger: Ledger
+    choices: tuple[Choice, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def padded_chunk_tokens(self) -> int:
+        return self.prefill_buckets[-1]
+
+    @property
+    def kv_first_page(self) -> int:
+        return self.slot_pages
+
+    @property
+    def kv_pages(self) -> int:
+        return self.num_kv_layers * self.kv_pages_per_layer
+
+    @property
+    def num_pages(self) -> int:
+        return self.slot_pages + self.kv_pages + self.spare_pages
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    def resident_pairs(self) -> Iterator[tuple[int, int]]:
+        """Give the (block, expert) of each slot, in the order of the slots."""
+        return (layout.slot_pair(slot, self.num_blocks) for slot in range(self.expert_slots))
+
+    def slot_first_page(self, slot: int) -> int:
+        """Return the page at which a slot starts."""
+        return layout.slot_first_page(slot, self.pages_per_expert)
+
+    def free_bytes(self, phase: Phase) -> dict[str, int]:
+        """Return what a phase leaves of each budget."""
+        return {
+            limit.name: limit.budget_bytes - self.ledger.total_bytes(phase, *limit.memories)
+            for limit in self.request.limits()
+        }
+
+    def as_request(self) -> PlanRequest:
+        """Return the request that gives this plan again, with every value filled in."""
+        return self.request
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for ``plan.json``: stable groups for readers, then all that `from_json` needs."""
+        peak = self.ledger.peak_owner_bytes()
+        return {
+            "fits": True,
+            "shortfall_mib": 0.0,
+            "model": self.model,
+            "expert_cache": {"slots": self.expert_slots, "bytes": self.slot_pages * self.page_bytes},
+            "prefill": {
+                "chunk_tokens": self.chunk_tokens,
+                "buckets": list(self.prefill_buckets),
+                "buffer_mib": peak[Owner.PROMPT_BUFFERS] / MIB,
+            },
+            "kv": {
+                "type": self.kv_type,
+                "mapped_cells": self.context_cells,
+                "mapped_mib": peak[Owner.KV] / MIB,
+                "max_cells": self.context_cells,
+                "max_mib": peak[Owner.KV] / MIB,
+            },
+            "head": {"mib": peak[Owner.HEAD] / MIB, "aliased": False},
+            "free_after_start_mib": {name: free / MIB for name, free in self.free_bytes(Phase.START).items()},
+            "choices": [asdict(c) | {"key": c.key, "origin": str(c.origin)} for c in self.choices],
+            "notes": list(self.notes),
+            "ledger": self.ledger.to_json(),
+            "request": self.request.to_json(),
+            "layout": {name: _plain(getattr(self, name)) for name in _LAYOUT_FIELDS},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MemoryPlan:
+        """Return the plan that `to_json` gave `data` for."""
+        fields: dict[str, Any] = dict(data["layout"])
+        fields |= {name: tuple(fields[name]) for name in ("prefill_buckets", "pages_per_expert")}
+        request = PlanRequest.from_json(data["request"])
+        return cls(
+            model=data["model"], request=request, ledger=Ledger.from_json(data["ledger"]), choices=request.decided,
+            notes=tuple(data["notes"]), **fields,
+        )  # fmt: skip
+
+
+_LAYOUT_FIELDS = (
+    "context_cells", "context_requested_cells", "chunk_tokens", "prefill_buckets", "expert_slots", "num_blocks",
+    "num_experts", "with_draft", "spec_window", "kv_type", "page_bytes", "pages_per_expert", "slot_pages",
+    "num_kv_layers", "kv_pages_per_layer", "spare_pages", "cells_per_page", "cell_bytes",
+)  # fmt: skip
+
+
+def plan(geometry: Geometry, request: PlanRequest) -> MemoryPlan:
+    """Plan a model's memory.
+
+    Raises:
+        ConfigError: values out of range or in contradiction; all of them are named.
+        DoesNotFit: the given settings need more than the budgets, with what would fit.
+    """
+    outcome = try_plan(geometry, request)
+    if isinstance(outcome, Unfit):
+        raise DoesNotFit(outcome.message(), shortfall_bytes=outcome.shortfall_bytes)
+    return outcome
+
+
+def try_plan(geometry: Geometry, request: PlanRequest) -> MemoryPlan | Unfit:
+    """Plan a model's memory, or say why it does not fit: a sweep makes a row of either. Raises ConfigError."""
+    found = _solve(geometry, request)
+    if isinstance(found, MemoryPlan):
+        return found
+    frame, point = found
+    return explain(frame, point, fits=lambda other: isinstance(_solve(geometry, other), MemoryPlan))
+
+
+def _solve(geometry: Geometry, request: PlanRequest) -> MemoryPlan | tuple[Frame, tuple[int, int, int]]:
+    """Return the plan, or the frame with the smallest (context, chunk, slots) that the request allows."""
+    sizes = model_sizes(geometry)
+    check_request(request, sizes)
+    frame = make_frame(sizes, request)
+    context = _choose_context(frame)
+    chunk = _choose_chunk(frame, context.value)
+    slots = _choose_slots(frame, context.value, chunk.value)
+    if frame.shortfall(context.value, chunk.value, slots.value) is not None:
+        return frame, (context.value, chunk.value, slots.value)
+    return _assemble(frame, context, chunk, slots)
+
+
+def _choose_context(frame: Frame) -> Choice:
+    """Given, or what the workload needs, or the model's length with the K/V in half of what the weights leave.
+
+    Less than that where given slots or a given chunk leave less.
+    """
+    r, block = frame.request, frame.block_cells
+    if r.context_cells is not None:
+        return r.choice("context_cells", r.context_cells)
+    if r.workload_cells is not None:
+        return Choice("context_cells", r.workload_cells, Origin.COMPUTED, "what the workload needs")
+    longest = frame.sizes.geometry.context_length
+    full = layout.align_up(longest, block) // block
+    least = min(full, -(-MIN_CONTEXT_CELLS // block))
+    room = frame.room_bytes(frame.fixed)
+    half = None if room is None else max(0, room) // 2
+
+    def takes_half(num_blocks: int) -> bool:
+        entries = frame.context_entries(num_blocks * block)
+        return half is None or sum(e.peak_bytes for e in entries) <= half
+
+    def fits(num_blocks: int) -> bool:
+        cells = num_blocks * block
+        return frame.shortfall(cells, _least_chunk(frame, cells), r.expert_slots or 0) is None
+
+    blocks = layout.largest_where(takes_half, least, full) or least
+    if not fits(blocks):
+        blocks = layout.largest_where(fits, least, blocks) or least
+        reason = f"what fits beside {', '.join(setting_text(*pair) for pair in r.given().items()) or 'the weights'}"
+    elif blocks == full:
+        reason = "the model's context_length"
+    else:
+        reason = f"K/V and index keys may take half of the {2 * (half or 0) / MIB:,.1f} MiB that the weights leave"
+    if blocks < full:
+        reason += f"; the model's context_length is {longest:,}"
+    return Choice("context_cells", min(longest, blocks * block), Origin.COMPUTED, reason)
+
+
+def _least_chunk(frame: Frame, context_cells: int) -> int:
+    r = frame.request
+    return r.chunk_tokens or auto_chunks(r.chunk_auto_max, context_cells)[-1]
+
+
+def auto_chunks(chunk_auto_max: int, context_cells: int) -> tuple[int, ...]:
+    """Return the chunks that auto tries, largest first: powers of two from 8 up to the first that holds the context."""
+    tried: list[int] = []
+    size = SMALLEST_AUTO_CHUNK_TOKENS
+    while size <= chunk_auto_max:
+        tried.append(size)
+        if size >= context_cells:
+            break
+        size *= 2
+    return tuple(reversed(tried)) or (chunk_auto_max,)
+
+
+def _choose_chunk(frame: Frame, context_cells: int) -> Choice:
+    """Given, or the largest that fits beside the slots of one token's experts; without them if nothing else fits."""
+    r = frame.request
+    if r.chunk_tokens is not None:
+        return r.choice("chunk_tokens", r.chunk_tokens)
+    tried = auto_chunks(r.chunk_auto_max, context_cells)
+    floors = (r.expert_slots,) if r.expert_slots is not None else (_one_token_slots(frame), 0)
+    for num_slots in floors:
+        for idx, tokens in enumerate(tried):
+            if frame.shortfall(context_cells, tokens, num_slots) is None:
+                reason = _chunk_reason(frame, tried, idx, context_cells, num_slots)
+                return Choice("chunk_tokens", tokens, Origin.COMPUTED, reason)
+    return Choice("chunk_tokens", tried[-1], Origin.COMPUTED, "the smallest that auto tries")
+
+
+def _chunk_reason(frame: Frame, tried: tuple[int, ...], idx: int, context_cells: int, num_slots: int) -> str:
+    if idx:
+        larger = frame.shortfall(context_cells, tried[idx - 1], num_slots)
+        short = larger.short_bytes / MIB if larger else 0.0
+        return f"{tried[idx - 1]:,} tokens need {short:,.1f} MiB more than there are beside {num_slots:,} slots"
+    if tried[0] >= context_cells:
+        return f"no prompt is longer than the context of {context_cells:,} cells"
+    return f"the largest that auto tries; prefill.chunk=auto:{2 * tried[0]} allows more"
+
+
+def _one_token_slots(frame: Frame) -> int:
+    """Slots for as many experts of every block as one token uses."""
+    return len(frame.pages) * frame.sizes.geometry.num_experts_used
+
+
+def _choose_slots(frame: Frame, context_cells: int, chunk_tokens: int) -> Choice:
+    """Given, or all that fit; where device and host memory are one, only those of one token."""
+    r = frame.request
+    if r.expert_slots is not None:
+        return r.choice("expert_slots", r.expert_slots)
+    fitting = frame.slots_that_fit(context_cells, chunk_tokens) or 0
+    if r.device_budget_bytes is None and fitting > _one_token_slots(frame):
+        reason = "the experts of one token: here a slot is a second copy in the same memory and saves no transfer"
+        return Choice("expert_slots", _one_token_slots(frame), Origin.COMPUTED, reason)
+    if fitting == frame.max_slots:
+        return Choice("expert_slots", fitting, Origin.COMPUTED, "all experts fit")
+    return Choice("expert_slots", fitting, Origin.COMPUTED, f"as many of {frame.max_slots:,} experts as fit")
+
+
+def _assemble(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> MemoryPlan:
+    ledger = Ledger(frame.entries(context.value, chunk.value, slots.value))
+    ledger.check()
+    choices = (frame.page_choice, context, chunk, slots)
+    resolved = replace(
+        frame.request, page_bytes=frame.page_bytes, context_cells=context.value, chunk_tokens=chunk.value,
+        expert_slots=slots.value, decided=choices,
+    )  # fmt: skip
+    g = frame.sizes.geometry
+    return MemoryPlan(
+        model=g.name,
+        request=resolved,
+        context_cells=frame.num_cells(context.value),
+        context_requested_cells=context.value,
+        chunk_tokens=chunk.value,
+        prefill_buckets=layout.prefill_buckets(chunk.value),
+        expert_slots=slots.value,
+        num_blocks=len(frame.pages),
+        num_experts=g.num_experts,
+        with_draft=frame.with_draft,
+        spec_window=frame.request.spec_window,
+        kv_type=frame.request.kv_type,
+        page_bytes=frame.page_bytes,
+        pages_per_expert=frame.pages,
+        slot_pages=layout.slot_pages(slots.value, frame.pages),
+        num_kv_layers=len(frame.sizes.attention_layers(frame.with_draft)),
+        kv_pages_per_layer=frame.kv_pages_per_layer(context.value),
+        spare_pages=frame.spare_pages(context.value, slots.value),
+        cells_per_page=frame.cells_per_page,
+        cell_bytes=frame.cell_bytes,
+        ledger=ledger,
+        choices=choices,
+        notes=_notes(frame, context, chunk, slots),
+    )
+
+
+def _notes(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> tuple[str, ...]:
+    notes = [f"{c.key}={c.value:,}: {c.reason}" for c in (context, chunk, slots) if c.origin is not Origin.GIVEN]
+    if frame.page_choice.origin is not Origin.GIVEN:
+        notes.append(f"page of {frame.page_bytes:,} bytes: {frame.page_choice.reason}")
+    else:
+        blobs = frame.sizes.blobs[: len(frame.pages)]
+        waste = 100 * layout.slot_waste_frac(blobs, frame.page_bytes)
+        notes.append(f"page of {frame.page_bytes:,} bytes, given: {waste:.2f} % of the slots is waste")
+    if chunk.value > frame.num_cells(context.value):
+        notes.append(
+            f"prefill.chunk={chunk.value:,} is more than the context of {context.value:,} cells: its buffers are never"
+            " filled"
+        )
+    padded = layout.padded_chunk(chunk.value)
+    if padded != chunk.value:
+        notes.append(f"chunks of {chunk.value:,} tokens run in a program of {padded:,} rows")
+    if frame.num_cells(context.value) != context.value:
+        cells = frame.num_cells(context.value)
+        notes.append(f"the context is rounded up to {cells:,} cells, whole blocks of {frame.block_cells}")
+    if frame.request.spec_window > 1 and not frame.with_draft:
+        notes.append("the model has no draft block: it decodes token by token")
+    if frame.sizes.table_bytes:
+        notes.append(
+            f"the n-gram table ({frame.sizes.table_bytes / MIB:,.1f} MiB) stays in the memory-mapped file;"
+            f" a token reads {frame.sizes.table_row_bytes:,} bytes of it"
+        )
+    return tuple(notes)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,44 @@
+"""Markers, and the settings that tests compose without a command line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from strata_jax.config import RunConfig
+from strata_jax.config.load import check_overrides, find_groups, register, to_config
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# Engines of one shape share their compiled programs, also between the workers. Set before any test imports JAX.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".pytest_cache" / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+MARKERS = ("cpu", "gpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every test a place to run: `cpu` unless it says `gpu`; without an NVIDIA driver the latter are skipped."""
+    has_gpu = shutil.which("nvidia-smi") is not None
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in MARKERS):
+            item.add_marker(pytest.mark.cpu)
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def compose_config() -> Callable[[Sequence[str]], RunConfig]:
+    """Return a function from override texts to the checked configuration, as `run.py` composes it."""
+
+    def build(overrides: Sequence[str] = ()) -> RunConfig:
+        register()
+        check_overrides(overrides, find_groups([REPOSITORY / "conf"]), multirun=False)
+        with initialize_config_dir(version_base="1.3", config_dir=str(REPOSITORY / "conf")):
+            return to_config(compose("config", overrides=list(overrides)))
+
+    return build

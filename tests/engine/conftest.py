@@ -1,0 +1,46 @@
+"""Engines for the tests: small models, planned and loaded as the pipelines do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from strata_jax.engine.engine import Engine
+from strata_jax.geometry import Geometry
+from strata_jax.gguf.reader import open_gguf
+from strata_jax.memory.plan import plan
+from strata_jax.memory.request import PlanRequest
+from tests.oracle.models import llama_oracle, models
+
+__all__ = ["llama_oracle", "models"]
+
+LoadEngine = Callable[..., Engine]
+
+
+def load(path: Path, **settings: object) -> Engine:
+    """Load a model with float32 K/V, all experts resident and every choice overridable."""
+    file = open_gguf(path)
+    geometry = Geometry.from_gguf(file)
+    window = settings.get("spec_window", 4)
+    blocks = geometry.num_layers + (geometry.num_mtp_layers if window != 1 else 0)
+    request: dict = {
+        "context_cells": 512, "chunk_tokens": 64, "kv_type": "f32", "all_logits": True,
+        "expert_slots": blocks * geometry.num_experts,
+    }  # fmt: skip
+    return Engine.load(file, geometry, plan(geometry, PlanRequest(**(request | settings))))
+
+
+@pytest.fixture(scope="session")
+def load_engine() -> LoadEngine:
+    """Return `load`, keeping each engine for the session: compiled programs are the slow part."""
+    kept: dict = {}
+
+    def get(path: Path, **settings: object) -> Engine:
+        key = (path, tuple(sorted(settings.items())))
+        if key not in kept:
+            kept[key] = load(path, **settings)
+        return kept[key]
+
+    return get
