@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strata_jax.config.schema import AUTO, RunConfig
+from strata_jax.errors import ConfigError
+from strata_jax.geometry import Geometry
 from strata_jax.gguf.chat import ChatTemplate
+from strata_jax.gguf.reader import GGUFFile, open_gguf
 from strata_jax.gguf.tokenizer import Tokenizer
+from strata_jax.hardware import Hardware, describe_local, resolve_hardware
 from strata_jax.memory.layout import KIB
 from strata_jax.memory.ledger import Memory, Phase
 from strata_jax.memory.plan import MemoryPlan, plan
 from strata_jax.memory.request import AUTO_CHUNK_MAX_TOKENS, PlanRequest
 from strata_jax.memory.table import plan_text
-
-from strata_jax.config.schema import AUTO, RunConfig
-from strata_jax.errors import ConfigError
-from strata_jax.geometry import Geometry
-from strata_jax.gguf.reader import GGUFFile, open_gguf
-from strata_jax.hardware import Hardware, describe_local, resolve_hardware
 from strata_jax.report.record import RunRecord
 from strata_jax.runtime import start_jax
 from strata_jax.synthetic import builtin_model_path

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from strata_jax.engine.text_stream import TextStream
-from strata_jax.gguf.tokenizer import Tokenizer
-
 from pipelines.assemble import Prompt, load_engine, make_plan, open_model, read_prompts
 from strata_jax.config.schema import RunConfig
+from strata_jax.engine.text_stream import TextStream
+from strata_jax.gguf.tokenizer import Tokenizer
 from strata_jax.report.record import RunRecord
 from strata_jax.report.tables import console, result_table
 from strata_jax.workloads import Request
@@ -77,7 +76,7 @@ def _serve(
     _show(stream.finish(), name, record)
     out.print()
     if config.engine.check:
-        record.event("check", **engine.check_memory(session))
+        record.event("check", **engine.check_memory(session.state))
     numbers = {
         "request": name,
         "prompt_tokens": len(prompt.token_ids),

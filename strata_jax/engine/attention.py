@@ -9,7 +9,9 @@ Source: qwen4exp (`attn_*`, `indexer.*`, `attention.compress_ratios`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -214,7 +216,7 @@ def _sparse(
     return _map_tiles(tile, (q, blocks, mask), tile_tokens)
 
 
-def _map_tiles(f, args: tuple[jax.Array, ...], tile_tokens: int) -> jax.Array:
+def _map_tiles(f: Callable[[Any], jax.Array], args: tuple[jax.Array, ...], tile_tokens: int) -> jax.Array:
     """Apply ``f`` to equal tiles of the leading axis (the last one padded with zeros)."""
     num_tokens = args[0].shape[0]
     if num_tokens <= tile_tokens:

@@ -97,7 +97,18 @@ def decode_step(
     drafts, num_good = jnp.zeros(num_drafts, jnp.int32), jnp.int32(0)
     if num_drafts:
         arena, state, drafts, num_good, draft_counts = draft(
-            weights, banks, tables, arena, state, chosen, hidden, start + 1, kept, min_p, num_drafts, spec
+            weights,
+            banks,
+            tables,
+            arena,
+            state,
+            chosen,
+            hidden,
+            start + 1,
+            kept,
+            min_p,
+            num_drafts=num_drafts,
+            spec=spec,
         )
         counts = counts + draft_counts
     return arena, state, Round(chosen, kept, drafts, num_good, scores, counts)
@@ -114,6 +125,7 @@ def draft(
     start: jax.Array,
     count: jax.Array,
     min_p: jax.Array,
+    *,
     num_drafts: int,
     spec: ModelSpec,
 ) -> tuple[jax.Array, State, jax.Array, jax.Array, ExpertCounts]:

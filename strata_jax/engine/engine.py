@@ -19,7 +19,10 @@ from strata_jax.engine.programs import OnCompile, Programs
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.reader import GGUFFile
 from strata_jax.kv_types import cell_bytes
+from strata_jax.memory.ledger import Owner
 from strata_jax.memory.plan import MemoryPlan
+
+LEDGER_TOLERANCE_FRAC = 0.01
 
 
 @dataclass
@@ -48,7 +51,12 @@ class Engine:
 
     @classmethod
     def load(cls, file: GGUFFile, geometry: Geometry, plan: MemoryPlan, on_compile: OnCompile | None = None) -> Engine:
-        """Read the model as planned: dense weights, bank, arena, resident experts."""
+        """Read the model as planned: dense weights, bank, arena, resident experts.
+
+        Raises:
+            FormatError: a tensor's type is one that the engine cannot decode.
+        """
+        geometry.check_engine_types()
         weights = load_weights(file, geometry, with_draft=plan.with_draft)
         sharding = bank_sharding()
         banks = tuple(load_bank(file, layer, plan.page_bytes, sharding) for layer in range(plan.num_blocks))
@@ -105,6 +113,23 @@ class Engine:
         """The device's own peak; on a CPU, which keeps no count, the bytes of live arrays now."""
         stats = jax.devices()[0].memory_stats()
         return stats["peak_bytes_in_use"] if stats else sum(x.nbytes for x in jax.live_arrays())
+
+    def check_memory(self, state: State) -> dict[str, int]:
+        """Compare the plan with the device's own count while one sequence is at rest.
+
+        Returns:
+            ``planned_bytes`` and ``found_bytes``, for the record.
+
+        Raises:
+            RuntimeError: they differ by more than `LEDGER_TOLERANCE_FRAC`.
+        """
+        owners = {Owner.RESERVE}
+        planned = sum(e.phase_bytes[0] for e in self.plan.ledger.entries if e.owner not in owners)
+        trees = (self.weights, self.banks, self.tables, self.arena, state)
+        found = sum({id(x): x.nbytes for x in jax.tree.leaves(trees)}.values())
+        if abs(found - planned) > LEDGER_TOLERANCE_FRAC * planned:
+            raise RuntimeError(f"the ledger says {planned:,} bytes, the engine's arrays have {found:,}")
+        return {"planned_bytes": planned, "found_bytes": found}
 
     def live_bytes(self) -> Iterator[tuple[str, int]]:
         """Bytes of the engine's long-lived arrays by owner, as the device holds them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from strata_jax.geometry import Geometry
 from strata_jax.kernels.dequant import dequantize_words
 
 MAX_WINDOW_TOKENS = 8
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -175,13 +177,11 @@ def _chunk(
     return total
 
 
-def _on_blob(
-    bank: LayerBank, arena: jax.Array, pages: jax.Array, expert: jax.Array, f: Callable[[jax.Array], jax.Array]
-):
+def _on_blob(bank: LayerBank, arena: jax.Array, pages: jax.Array, expert: jax.Array, f: Callable[[jax.Array], R]) -> R:
     """Apply ``f`` to the expert's words, from the arena if it is resident, else from the bank."""
     layout = bank.layout
 
-    def resident() -> jax.Array:
+    def resident() -> R:
         run = jax.lax.dynamic_slice(arena, (pages[expert], 0), (layout.num_pages, arena.shape[1]))
         return f(run.reshape(-1)[: layout.num_words])
 

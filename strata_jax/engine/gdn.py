@@ -132,7 +132,9 @@ def _l2_norm(x: jax.Array, eps: float) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChunkTerms:
-    """What the outputs of one chunk need besides the state. Value heads are split (groups, Hk): head = group * Hk + key head.
+    """What the outputs of one chunk need besides the state.
+
+    Value heads are split into (groups, Hk): value head = group * Hk + key head.
 
     Attributes:
         queries_keys: f32[2, n, Hk, D].
@@ -197,7 +199,7 @@ def _unit_lower_inverse(m: jax.Array) -> jax.Array:
         return _unit_lower_inverse(m)[..., :n, :n]
     block = min(n, BLOCK)
     diagonal = jnp.stack([m[..., i : i + block, i : i + block] for i in range(0, n, block)], axis=-3)
-    rows = [jnp.broadcast_to(jnp.eye(block)[0], diagonal.shape[:-2] + (block,))]
+    rows = [jnp.broadcast_to(jnp.eye(block)[0], (*diagonal.shape[:-2], block))]
     for i in range(1, block):
         known = jnp.stack(rows, axis=-2)
         rows.append(jnp.eye(block)[i] - jnp.sum(diagonal[..., i, :i, None] * known, axis=-2))

@@ -56,13 +56,13 @@ def linear(x: jax.Array, w: Matrix) -> jax.Array:
     if w.rows * w.cols <= TILE_WEIGHTS or w.type_name == "F32":
         return matmul_t(x, decode_rows(w.data, w.type_name))
     tile_rows = max(1, TILE_WEIGHTS // w.cols)
-    full = w.rows // tile_rows * tile_rows
-    tiles = w.data[:full].reshape(full // tile_rows, tile_rows, -1)
-    out = jax.lax.map(lambda tile: matmul_t(x, decode_rows(tile, w.type_name)), tiles)
-    out = jnp.moveaxis(out, 0, 1).reshape(x.shape[0], full)
-    if full == w.rows:
-        return out
-    return jnp.concatenate([out, matmul_t(x, decode_rows(w.data[full:], w.type_name))], axis=1)
+
+    def step(i: jax.Array, out: jax.Array) -> jax.Array:
+        first = jnp.minimum(i * tile_rows, w.rows - tile_rows)  # the last tile may repeat rows of the one before
+        tile = jax.lax.dynamic_slice_in_dim(w.data, first, tile_rows)
+        return jax.lax.dynamic_update_slice_in_dim(out, matmul_t(x, decode_rows(tile, w.type_name)), first, 1)
+
+    return jax.lax.fori_loop(0, -(-w.rows // tile_rows), step, jnp.zeros((x.shape[0], w.rows), jnp.float32))
 
 
 def take_rows(w: Matrix, ids: jax.Array) -> jax.Array:

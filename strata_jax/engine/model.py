@@ -116,6 +116,7 @@ def block(
         streams, arena, what `advance_block` needs, expert counts.
     """
     g = spec.geometry
+    after: Any
     u, flat = read_streams(streams, w.attn_mixer, g.rms_eps)
     if isinstance(w.token_mixer, gdn.GdnWeights):
         assert isinstance(state, gdn.GdnState)
@@ -124,7 +125,8 @@ def block(
         else:
             y, after = gdn.prefill(u, w.token_mixer, state, count, g)
     else:
-        assert cell_pages is not None and not isinstance(state, gdn.GdnState)
+        assert cell_pages is not None
+        assert not isinstance(state, gdn.GdnState)
         y, arena, after = attention.attend(u, w.token_mixer, arena, cell_pages, state, start, count, g, spec.cells)
     streams = write_streams(streams, flat, y, w.attn_mixer)
     u, flat = read_streams(streams, w.ffn_mixer, g.rms_eps)
@@ -164,7 +166,8 @@ def trunk(
     streams, after, counts, ple_inputs = embed(weights, tokens, g), [], no_counts(), None
     for layer, w in enumerate(weights.blocks):
         if w.ple is not None:
-            assert ple_rows is not None and state.ple_history is not None
+            assert ple_rows is not None
+            assert state.ple_history is not None
             streams, ple_inputs = ple.apply(streams, ple_rows, w.ple, state.ple_history, g)
         cell_pages = None if g.recurrent[layer] else tables.kv_pages[spec.attention_index(layer)]
         streams, arena, rows, block_counts = block(
@@ -183,7 +186,7 @@ def logits(streams: jax.Array, mixer: MixerWeights, head: Matrix, g: Geometry) -
 
 
 def draft_inputs(weights: Weights, tokens: jax.Array, hidden: jax.Array, g: Geometry) -> jax.Array:
-    """The MTP block's streams f32[T, C, E] from ``tokens: i32[T]`` and the previous positions' ``hidden: f32[T, C*E]``."""
+    """The MTP block's streams f32[T, C, E] from i32[T] ``tokens`` and f32[T, C*E] ``hidden`` of the positions before."""
     draft = weights.draft
     assert draft is not None
     shape = (g.num_streams, g.embed_width)

@@ -1,7 +1,7 @@
 """The n-gram table (PLE): which rows a token reads, and what they add to the residual streams.
 
-Row numbers are 64-bit hashes, computed on the host; the rows are gathered from the memory-mapped file, still packed, and
-go to the device as an argument of the step. Shapes: T tokens, C streams, E model width, n table rows per token.
+Row numbers are 64-bit hashes, computed on the host; the rows are gathered from the memory-mapped file, still packed,
+and go to the device as an argument of the step. Shapes: T tokens, C streams, E model width, n table rows per token.
 Source: qwen4exp (`ple.*` keys, `ple_*` and `per_layer_token_embd` tensors).
 """
 

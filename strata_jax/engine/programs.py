@@ -16,13 +16,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from strata_jax.engine import ple
-from strata_jax.engine.decode import decode_step, draft, feed_draft
+from strata_jax.engine.arena import Tables
+from strata_jax.engine.decode import Round, decode_step, draft, feed_draft
 from strata_jax.engine.experts import ExpertCounts, LayerBank
 from strata_jax.engine.layers import MixerWeights
 from strata_jax.engine.matrix import Matrix
-from strata_jax.engine.model import ModelSpec, SequenceState, Weights, advance_block, block, embed, logits
+from strata_jax.engine.model import (
+    BlockWeights,
+    ModelSpec,
+    SequenceState,
+    State,
+    Weights,
+    advance_block,
+    block,
+    embed,
+    logits,
+)
 from strata_jax.engine.sampler import SamplingArrays, sample
 from strata_jax.geometry import Geometry
 
@@ -31,7 +43,12 @@ OnCompile = Callable[[str, float | None], None]
 
 @dataclass
 class Programs:
-    """Compiles on demand; ``on_compile(name, None)`` is called before and ``(name, seconds)`` after each compilation."""
+    """Compiles on demand.
+
+    Attributes:
+        on_compile: called with (name, None) before and (name, seconds) after each compilation.
+        compile_s: seconds spent compiling so far.
+    """
 
     spec: ModelSpec
     on_compile: OnCompile = lambda name, seconds: None
@@ -42,7 +59,7 @@ class Programs:
         """Seconds on a clock that stands still while a program is compiled."""
         return time.perf_counter() - self.compile_s
 
-    def embed(self, weights: Weights, tokens: jax.Array) -> jax.Array:
+    def embed(self, weights: Weights, tokens: np.ndarray) -> jax.Array:
         return self._call(("embed", len(tokens)), partial(embed, g=self.spec.geometry), (weights, tokens))
 
     def ple_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array]:
@@ -81,14 +98,14 @@ class Programs:
         """The first token i32[1], from the prompt's last logits f32[1, V]."""
         return self._call(("sample",), _sample, (scores, position, how))
 
-    def first_window(self, num_drafts: int, *args: Any):
+    def first_window(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, jax.Array, jax.Array, ExpertCounts]:
         """(weights, banks, tables, arena, state, tokens, hidden, start, count, min_p) ->
         arena, state, drafts, good, counts."""
-        f = partial(_first_window, num_drafts=num_drafts, spec=self.spec)
+        f = partial(draft, num_drafts=num_drafts, spec=self.spec)
         return self._call(("first_window", num_drafts), f, args, donate=(3, 4))
 
-    def decode(self, num_drafts: int, *args: Any):
-        """`decode_step`."""
+    def decode(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round]:
+        """`decode_step`; the window is the sixth argument."""
         f = partial(decode_step, num_drafts=num_drafts, spec=self.spec)
         return self._call(("decode", args[5].shape[0], num_drafts), f, args, donate=(3, 4))
 
@@ -116,26 +133,66 @@ class Programs:
         return program
 
 
-def _ple_chunk(streams, rows, w, history, count, *, g):
+def _ple_chunk(
+    streams: jax.Array, rows: jax.Array, w: ple.PleWeights, history: jax.Array, count: jax.Array, *, g: Geometry
+) -> tuple[jax.Array, jax.Array]:
     streams, inputs = ple.apply(streams, rows, w, history, g)
     return streams, ple.advance(inputs, count, g)
 
 
-def _gdn_chunk(w, bank, arena, tables, layer, streams, state, start, count, *, spec):
+def _gdn_chunk(
+    w: BlockWeights,
+    bank: LayerBank,
+    arena: jax.Array,
+    tables: Tables,
+    layer: jax.Array,
+    streams: jax.Array,
+    state: SequenceState,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    spec: ModelSpec,
+) -> tuple[jax.Array, SequenceState, ExpertCounts]:
     streams, _, after, counts = block(
         streams, w, bank, arena, tables.expert_pages(layer), None, state, start, count, spec
     )
     return streams, advance_block(state, after, count), counts
 
 
-def _attention_chunk(w, bank, arena, tables, layer, row, streams, state, start, count, *, spec):
+def _attention_chunk(
+    w: BlockWeights,
+    bank: LayerBank,
+    arena: jax.Array,
+    tables: Tables,
+    layer: jax.Array,
+    row: jax.Array,
+    streams: jax.Array,
+    state: SequenceState,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    spec: ModelSpec,
+) -> tuple[jax.Array, jax.Array, SequenceState, ExpertCounts]:
     streams, arena, after, counts = block(
         streams, w, bank, arena, tables.expert_pages(layer), tables.kv_pages[row], state, start, count, spec
     )
     return streams, arena, advance_block(state, after, count), counts
 
 
-def _draft_chunk(weights, bank, tables, arena, index, tokens, streams, hidden, start, count, *, spec):
+def _draft_chunk(
+    weights: Weights,
+    bank: LayerBank,
+    tables: Tables,
+    arena: jax.Array,
+    index: SequenceState,
+    tokens: jax.Array,
+    streams: jax.Array,
+    hidden: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    spec: ModelSpec,
+) -> tuple[jax.Array, jax.Array, SequenceState, jax.Array, ExpertCounts]:
     flat = streams.reshape(streams.shape[0], -1)
     before = jnp.concatenate([hidden[None], flat[:-1]])
     out, arena, index, counts = feed_draft(weights, bank, tables, arena, index, tokens, before, start, count, spec)
@@ -152,10 +209,6 @@ def _head(mixer: MixerWeights, head: Matrix, streams: jax.Array, row: jax.Array,
 
 def _sample(scores: jax.Array, position: jax.Array, how: SamplingArrays) -> jax.Array:
     return sample(scores, position[None], how)
-
-
-def _first_window(weights, banks, tables, arena, state, tokens, hidden, start, count, min_p, *, num_drafts, spec):
-    return draft(weights, banks, tables, arena, state, tokens, hidden, start, count, min_p, num_drafts, spec)
 
 
 def _fill_slot(arena: jax.Array, bank: LayerBank, expert: jax.Array, page: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.experts import ExpertCounts
 from strata_jax.engine.model import State
-from strata_jax.engine.sampler import sampling_arrays
+from strata_jax.engine.sampler import SamplingArrays, sampling_arrays
 from strata_jax.errors import ConfigError, DoesNotFit
 from strata_jax.sampling import Sampling
 
@@ -113,7 +113,8 @@ class Session:
         if num_drafts and self.num_cells_left > 0:
             engine.arena, self.state, proposed, good, _ = engine.programs.first_window(
                 num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, self.state,
-                np.array([token], np.int32), self.state.hidden[None], np.int32(len(self.tokens)), np.int32(1), np.float32(min_p),
+                np.array([token], np.int32), self.state.hidden[None], np.int32(len(self.tokens)), np.int32(1),
+                np.float32(min_p),
             )  # fmt: skip
             drafts = np.asarray(proposed)[: int(good)].tolist()
         yield RoundRecord(len(self.tokens), 1, (token,), engine.programs.clock_s() - started, 0, 0)
@@ -204,7 +205,10 @@ class Session:
             return [np.asarray(programs.all_heads(weights.draft.out_mixer, weights.head, draft_streams))[:n]]
         return []
 
-    def _round(self, window, forced, how, min_p, num_drafts):
+    def _round(
+        self, window: list[int], forced: list[int], how: SamplingArrays, min_p: float, num_drafts: int
+    ) -> tuple[RoundRecord, list[int], jax.Array]:
+        """Verify a window; returns the record, the drafts worth verifying next, and the logits f32[T, V]."""
         engine, started, start = self.engine, self.engine.programs.clock_s(), len(self.tokens)
         # two programs per engine: a lone token, and the full window with unused rows masked
         size = 1 if len(window) == 1 else engine.plan.spec_window
@@ -213,8 +217,8 @@ class Session:
         wanted[: len(forced)] = forced
         rows = engine.ple_rows(self.tokens + window, start, len(window), size)
         engine.arena, self.state, out = engine.programs.decode(
-            num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, self.state, ids, np.int32(len(window)),
-            np.int32(start), rows, wanted, how, np.float32(min_p),
+            num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, self.state, ids,
+            np.int32(len(window)), np.int32(start), rows, wanted, how, np.float32(min_p),
         )  # fmt: skip
         kept = int(out.num_tokens)
         emitted = tuple(np.asarray(out.tokens)[:kept].tolist())

@@ -15,9 +15,7 @@ TOLERANCE = 2e-5
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 256])
-def test_chunk_size_does_not_change_the_logits(
-    chunk_tokens: int, models: ModelStore, load_engine: LoadEngine
-) -> None:
+def test_chunk_size_does_not_change_the_logits(chunk_tokens: int, models: ModelStore, load_engine: LoadEngine) -> None:
     path = models.synthetic(CASE.preset, CASE.seed)
     tokens = CASE.token_ids
     one_shot = Session(load_engine(path, chunk_tokens=512)).prefill(tokens, want="all")
@@ -64,8 +62,6 @@ def test_prompt_longer_than_the_context_is_refused_with_the_setting(
 
 
 @pytest.mark.parametrize(("tokens", "message"), [([], "no tokens"), ([1, 512], "token 512 at place 1"), ([-1], "-1")])
-def test_wrong_tokens_are_refused(
-    tokens: list[int], message: str, models: ModelStore, load_engine: LoadEngine
-) -> None:
+def test_wrong_tokens_are_refused(tokens: list[int], message: str, models: ModelStore, load_engine: LoadEngine) -> None:
     with pytest.raises(ConfigError, match=message):
         Session(load_engine(models.synthetic(CASE.preset, CASE.seed))).prefill(tokens)

@@ -121,7 +121,7 @@ def q2_0(b: jax.Array) -> jax.Array:
 
 
 def _iq4_value(code: jax.Array) -> jax.Array:
-    """Map 4-bit codes to codebook values by four levels of selection (IQ4_XS 2.4 weights/ns per core, by gather 2.1)."""
+    """Map 4-bit codes to codebook values by four levels of selection (IQ4_XS: 2.4 weights/ns a core, by gather 2.1)."""
     level: list[jax.Array] = [jnp.float32(v) for v in grids.iq4_values()]
     for bit in range(4):
         is_set = ((code >> np.uint8(bit)) & np.uint8(1)) != 0
