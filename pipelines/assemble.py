@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from strata_jax.memory.ledger import Memory, Phase
 from strata_jax.memory.plan import MemoryPlan, plan
 from strata_jax.memory.request import AUTO_CHUNK_MAX_TOKENS, PlanRequest
 from strata_jax.memory.table import plan_text
+from strata_jax.report.progress import slow_step
 from strata_jax.report.record import RunRecord
 from strata_jax.runtime import start_jax
 from strata_jax.synthetic import builtin_model_path
@@ -29,8 +32,6 @@ if TYPE_CHECKING:
     from strata_jax.engine.engine import Engine
 
 log = logging.getLogger(__name__)
-
-SLOW_COMPILE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,11 @@ class Prompt:
 
 def open_model(config: RunConfig) -> tuple[GGUFFile, Geometry]:
     """Open the model's header: the given file, or the built-in model (made on first use)."""
-    path = Path(config.model.path) if config.model.path else builtin_model_path(seed=config.model.seed)
+    if config.model.path:
+        path = Path(config.model.path)
+    else:
+        with slow_step("making the built-in model"):
+            path = builtin_model_path(seed=config.model.seed)
     file = open_gguf(path)
     geometry = Geometry.from_gguf(file)
     for warning in geometry.warnings:
@@ -105,15 +110,16 @@ def load_engine(
     start_jax(config, hardware, host_pool_bytes=made.ledger.total_bytes(Phase.START, Memory.HOST))
     from strata_jax.engine.engine import Engine  # JAX's environment is in place only now
 
-    def on_compile(name: str, seconds: float | None) -> None:
-        if seconds is None:
-            return
-        record.event("compile", program=name, ms=1000 * seconds)
-        if seconds > SLOW_COMPILE_S:
-            log.info("compiled %s in %.1f s", name, seconds)
+    @contextmanager
+    def watch(program: str) -> Iterator[None]:
+        started_s = record.elapsed_s()
+        with slow_step(f"compiling {program}"):
+            yield
+        record.event("compile", program=program, ms=1000 * (record.elapsed_s() - started_s))
 
     started = time.perf_counter()
-    engine = Engine.load(file, geometry, made, on_compile)
+    with slow_step(f"loading {geometry.total_bytes / 2**20:,.0f} MiB"):
+        engine = Engine.load(file, geometry, made, watch)
     load_s = time.perf_counter() - started - engine.programs.compile_s
     for owner, num_bytes in engine.live_bytes():
         record.event("load", owner=owner, bytes=num_bytes)

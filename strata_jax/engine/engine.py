@@ -15,7 +15,7 @@ from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.load import PLE_TABLE, load_bank, load_weights
 from strata_jax.engine.matrix import NATIVE_DTYPES
 from strata_jax.engine.model import ModelSpec, State, Weights
-from strata_jax.engine.programs import OnCompile, Programs
+from strata_jax.engine.programs import Programs, Watch
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.reader import GGUFFile
 from strata_jax.kv_types import cell_bytes
@@ -50,7 +50,7 @@ class Engine:
     owner: object = field(default=None)
 
     @classmethod
-    def load(cls, file: GGUFFile, geometry: Geometry, plan: MemoryPlan, on_compile: OnCompile | None = None) -> Engine:
+    def load(cls, file: GGUFFile, geometry: Geometry, plan: MemoryPlan, watch: Watch | None = None) -> Engine:
         """Read the model as planned: dense weights, bank, arena, resident experts.
 
         Raises:
@@ -63,8 +63,8 @@ class Engine:
         k_bytes, v_bytes = cell_bytes(plan.kv_type, geometry.num_kv_heads, geometry.head_dim)
         cells = CellLayout(plan.kv_type, plan.cells_per_page, k_bytes // 4, v_bytes // 4, plan.context_cells)
         programs = Programs(ModelSpec(geometry, cells))
-        if on_compile is not None:
-            programs.on_compile = on_compile
+        if watch is not None:
+            programs.watch = watch
         engine = cls(
             file, geometry, plan, weights, banks, _tables(geometry, plan),
             jnp.zeros((plan.num_pages, plan.page_bytes // 4), jnp.uint32), programs,
@@ -79,7 +79,7 @@ class Engine:
         slot = int(self.tables.slot_of[layer, expert])
         page = np.int32(self.tables.slot_page[slot])
         bank = self.banks[layer]
-        self.arena = self.programs.fill_slot((bank.layout, bank.blobs.shape), self.arena, bank, np.int32(expert), page)
+        self.arena = self.programs.fill_slot(self.arena, bank, np.int32(expert), page)
 
     def empty_state(self) -> State:
         """The state before the first token."""

@@ -9,7 +9,7 @@ Shapes: T tokens, X experts, K experts per token, E model width, F expert width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import jax
@@ -54,6 +54,15 @@ class LayerBank:
 
     blobs: jax.Array
     layout: BlobLayout = field(metadata={"static": True})
+
+    def bare(self) -> LayerBank:
+        """The same blobs without what is inside them, for programs that only copy whole blobs."""
+        return replace(self, layout=replace(self.layout, parts=()))
+
+    def fetch(self, expert: jax.Array) -> jax.Array:
+        """One expert's words, u32[blob_words], brought into device memory."""
+        words = jax.lax.dynamic_index_in_dim(self.blobs, expert, keepdims=False)
+        return jax.device_put(words, jax.memory.Space.Device)
 
 
 @jax.tree_util.register_dataclass
@@ -113,7 +122,7 @@ def mixture(
     ids, weights = route(u, w, g.num_experts_used)
     valid = jnp.arange(num_tokens) < count
     ids = jnp.where(valid[:, None], ids, g.num_experts)
-    gate = jax.nn.sigmoid(u @ w.shared_router)[:, None]
+    gate = jax.nn.sigmoid(jnp.sum(u * w.shared_router, axis=-1, keepdims=True))
     hidden = jax.nn.silu(linear(u, w.shared_gate)) * linear(u, w.shared_up)
     shared = gate * linear(hidden, w.shared_down)
     run = _window if num_tokens <= MAX_WINDOW_TOKENS else _chunk
@@ -127,18 +136,18 @@ def _window(
 ) -> jax.Array:
     """Few tokens: every active expert is applied to all of them, with weight 0 where it was not chosen."""
     num_tokens = u.shape[0]
-    share = jnp.zeros((g.num_experts + 1, num_tokens)).at[ids, jnp.arange(num_tokens)[:, None]].set(weights)
     if num_tokens == 1:
-        active, num_active = ids[0], jnp.sum(ids[0] < g.num_experts)
+        active, shares = ids[0], weights[0, :, None]
+        num_active = jnp.sum(active < g.num_experts)
     else:
         used = jnp.zeros(g.num_experts + 1, bool).at[ids.reshape(-1)].set(True)[: g.num_experts]
         size = min(g.num_experts, num_tokens * g.num_experts_used)
         active, num_active = jnp.nonzero(used, size=size, fill_value=0)[0], jnp.sum(used)
+        shares = jnp.sum(jnp.where(ids == active[:, None, None], weights, 0.0), axis=-1)
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        expert = active[i]
-        y = _on_blob(bank, arena, pages, expert, lambda words: _apply(u, _decode(words, bank.layout)))
-        return total + share[expert][:, None] * y
+        y = _on_blob(bank, arena, pages, active[i], lambda words: _apply(u, _decode(words, bank.layout)))
+        return total + shares[i][:, None] * y
 
     return jax.lax.fori_loop(0, num_active, step, jnp.zeros_like(u))
 
@@ -185,7 +194,7 @@ def _on_blob(bank: LayerBank, arena: jax.Array, pages: jax.Array, expert: jax.Ar
         run = jax.lax.dynamic_slice(arena, (pages[expert], 0), (layout.num_pages, arena.shape[1]))
         return f(run.reshape(-1)[: layout.num_words])
 
-    return jax.lax.cond(pages[expert] >= 0, resident, lambda: f(bank.blobs[expert]))
+    return jax.lax.cond(pages[expert] >= 0, resident, lambda: f(bank.fetch(expert)))
 
 
 def _decode(words: jax.Array, layout: BlobLayout) -> tuple[jax.Array, ...]:

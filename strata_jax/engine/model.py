@@ -186,7 +186,7 @@ def logits(streams: jax.Array, mixer: MixerWeights, head: Matrix, g: Geometry) -
 
 
 def draft_inputs(weights: Weights, tokens: jax.Array, hidden: jax.Array, g: Geometry) -> jax.Array:
-    """The MTP block's streams f32[T, C, E] from i32[T] ``tokens`` and f32[T, C*E] ``hidden`` of the positions before."""
+    """The MTP block's streams f32[T, C, E] from i32[T] tokens and f32[T, C*E] hidden rows of the positions before."""
     draft = weights.draft
     assert draft is not None
     shape = (g.num_streams, g.embed_width)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ from strata_jax.engine.model import (
 from strata_jax.engine.sampler import SamplingArrays, sample
 from strata_jax.geometry import Geometry
 
-OnCompile = Callable[[str, float | None], None]
+Watch = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass
@@ -46,12 +47,12 @@ class Programs:
     """Compiles on demand.
 
     Attributes:
-        on_compile: called with (name, None) before and (name, seconds) after each compilation.
+        watch: a context that each compilation runs in, made from the program's name.
         compile_s: seconds spent compiling so far.
     """
 
     spec: ModelSpec
-    on_compile: OnCompile = lambda name, seconds: None
+    watch: Watch = lambda name: nullcontext()
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     compile_s: float = 0.0
 
@@ -109,9 +110,10 @@ class Programs:
         f = partial(decode_step, num_drafts=num_drafts, spec=self.spec)
         return self._call(("decode", args[5].shape[0], num_drafts), f, args, donate=(3, 4))
 
-    def fill_slot(self, kind: Hashable, arena: jax.Array, bank: LayerBank, expert: Any, page: Any) -> jax.Array:
+    def fill_slot(self, arena: jax.Array, bank: LayerBank, expert: Any, page: Any) -> jax.Array:
         """Copy one expert from the bank into the arena, in place."""
-        return self._call(("fill", kind), _fill_slot, (arena, bank, expert, page), donate=(0,))
+        key = ("fill", bank.layout.num_words, bank.blobs.shape[0])
+        return self._call(key, _fill_slot, (arena, bank.bare(), expert, page), donate=(0,))
 
     def _call(self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Any:
         program = self.compiled.get(key)
@@ -121,15 +123,12 @@ class Programs:
 
     def _compile(self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...]) -> Any:
         name = " ".join(str(part) for part in key) if isinstance(key, tuple) else str(key)
-        self.on_compile(name, None)
         started = time.perf_counter()
-        with warnings.catch_warnings():
+        with self.watch(name), warnings.catch_warnings():
             # a donation that cannot be used means a second copy of the state
             warnings.filterwarnings("error", message=".*donated buffers were not usable.*")
             program = jax.jit(f, donate_argnums=donate).lower(*args).compile()
-        seconds = time.perf_counter() - started
-        self.compile_s += seconds
-        self.on_compile(name, seconds)
+        self.compile_s += time.perf_counter() - started
         return program
 
 
@@ -213,5 +212,5 @@ def _sample(scores: jax.Array, position: jax.Array, how: SamplingArrays) -> jax.
 
 def _fill_slot(arena: jax.Array, bank: LayerBank, expert: jax.Array, page: jax.Array) -> jax.Array:
     words = arena.shape[1] * bank.layout.num_pages
-    blob = jnp.pad(bank.blobs[expert], (0, words - bank.layout.num_words))
+    blob = jnp.pad(bank.fetch(expert), (0, words - bank.layout.num_words))
     return jax.lax.dynamic_update_slice(arena, blob.reshape(bank.layout.num_pages, -1), (page, 0))

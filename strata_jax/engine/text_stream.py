@@ -1,4 +1,8 @@
-"""Tokens to text as they come: whole UTF-8 characters only, and nothing of a stop text."""
+"""Tokens to text as they come: whole UTF-8 characters only, and nothing of a stop text.
+
+All that was shown is the decoded text up to the first place where a stop text begins, however the bytes were cut into
+tokens. Bytes that are no UTF-8 become U+FFFD.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +46,14 @@ class TextStream:
         return self._release(final=True)
 
     def _release(self, *, final: bool) -> str:
-        found = [at for at in (self._held.find(text) for text in self._stop) if at >= 0]
-        if found:
-            shown, self._held, self.stopped = self._held[: min(found)], "", True
+        held, end = self._held, len(self._held)
+        found = min((at for at in (held.find(text) for text in self._stop) if at >= 0), default=end + 1)
+        open_at = end if final else min((end - _overlap(held, text) for text in self._stop), default=end)
+        if found <= open_at:
+            shown, self._held, self.stopped = held[:found], "", True
             return shown
-        keep = 0 if final else max((_overlap(self._held, text) for text in self._stop), default=0)
-        cut = len(self._held) - keep
-        shown, self._held = self._held[:cut], self._held[cut:]
+        # where a stop text may yet begin before one that was found, what comes next decides between them
+        shown, self._held = held[:open_at], held[open_at:]
         return shown
 
 

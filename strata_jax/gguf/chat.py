@@ -1,52 +1,62 @@
-"""The chat template that a GGUF carries: rendered with sandboxed Jinja; only the template writes control tokens.
+"""The chat template that a GGUF carries: messages to token ids; only the template writes control tokens.
 
-A message may contain the text of a control token. Such text is broken with a mark before rendering, so that it is not
-recognised afterwards, and the mark is taken out of the plain text before that is encoded. Where the template joins
-harmless pieces into a control token all the same, the messages are rendered again with every first character of a
-control token replaced, which leaves no way for a token to begin in a message.
+The rendered text remembers which of its characters the template wrote (`strata_jax.gguf.traced`). A control token is
+one whose characters are all the template's own; the same text with a single character from a message, a tool or an
+option is encoded as plain text. So nothing that a message holds can make a control token, nor take one away, whatever
+the template joins, cuts or removes; and text without control tokens in it is encoded exactly as the whole rendering
+would be.
+
+A role counts as the template's text, since templates build tokens from it (`'<|' + role + '|>'`). So a role must look
+like a name, and one that is the inside of a control token is taken only if it is in `ROLES`.
 """
 
 from __future__ import annotations
 
-import json
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from strata_jax.errors import ConfigError, FormatError
+from strata_jax.gguf.template import RENDER_ERRORS, TemplateEnvironment
 from strata_jax.gguf.tokenizer import Tokenizer
+from strata_jax.gguf.traced import template_text
 
 KEY = "tokenizer.chat_template"
-MAX_RENDERED_CHARS = 64 * 2**20
-_MARKS = (chr(0xF0000), 0xFFFFD - 0xF0000)  # a private-use plane: the mark is a character that no message holds
+ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+ROLES = frozenset(
+    ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model", "observation", "environment")
+)
+Runs = list[tuple[str, bool]]
 
 
 class ChatTemplate:
     """Messages to token ids."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], undefined=jinja2.ChainableUndefined
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
+    def __init__(self, source: str, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now) -> None:
+        self._environment = TemplateEnvironment(now)
         try:
-            self._template = environment.from_string(source)
+            self._template, self._literals = self._environment.compile_traced(source)
         except jinja2.TemplateSyntaxError as error:
             raise FormatError(f"{KEY}: line {error.lineno}: {error.message}") from error
+        except (MemoryError, RecursionError, SyntaxError) as error:
+            raise FormatError(f"{KEY}: the template is nested too deeply: {error}") from error
         self._tokenizer = tokenizer
+        token_ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+        self._names = {key: template_text("" if i is None else tokenizer.tokens[i]) for key, i in token_ids.items()}
+        self._inner = {text.strip("<|>[]/") for text in tokenizer.control_texts} - ROLES
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate:
         """Build the template of a file; FormatError where it has none or a broken one."""
         source = metadata.get(KEY)
         if not isinstance(source, str) or not source:
+            found = "is missing" if source is None else "is empty" if source == "" else "is not a string"
             raise FormatError(
-                f"{KEY} is missing: the file has no chat template. Give the bare text with workload.prompt=... "
+                f"{KEY} {found}: the file has no chat template. Give the bare text with workload.prompt=... "
                 "workload.apply_chat_template=false"
             )
         return cls(source, tokenizer)
@@ -54,7 +64,7 @@ class ChatTemplate:
     def encode_messages(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:
-        """Render and encode a conversation.
+        """Render and encode a conversation, with one start token in front if the file wants one.
 
         Args:
             messages: each with ``role`` and ``content`` (text, or a list of ``{"type": "text", "text": ...}``).
@@ -62,103 +72,115 @@ class ChatTemplate:
 
         Raises:
             ConfigError: messages of another shape, or what the template itself refuses.
+            FormatError: a template whose control tokens cannot be told from a message's text.
         """
-        _check(messages)
-        given = {"messages": list(messages), **options}
-        mark, first = _unused_characters(given, 2)
-        marked = _map_text(given, lambda text: _break_tokens(text, self._tokenizer.control_texts, mark))
-        pieces = self._split(marked, add_generation_prompt)
-        firsts = {text[0] for text in self._tokenizer.control_texts}
-        if any(c in text for text in _texts(given) for c in firsts):
-            hidden = {c: first + str(i) + first for i, c in enumerate(sorted(firsts))}
-            safe = self._split(_map_text(given, lambda text: _replace(text, hidden)), add_generation_prompt)
-            if [p for p in safe if isinstance(p, int)] != [p for p in pieces if isinstance(p, int)]:
-                shown = {new: old for old, new in hidden.items()}
-                pieces = [p if isinstance(p, int) else _replace(p, shown) for p in safe]
+        runs = self._render(messages, {"add_generation_prompt": add_generation_prompt, **options})
+        pieces = self._pieces(runs)
+        if _ids(pieces) != self._all_control_ids(runs):
+            self._check_is_traced(messages, {"add_generation_prompt": add_generation_prompt, **options})
         ids: list[int] = []
         for piece in pieces:
-            text = piece if isinstance(piece, int) else piece.replace(mark, "")
-            ids += [text] if isinstance(text, int) else self._tokenizer.encode(text, parse_special=False)
+            ids += [piece] if isinstance(piece, int) else self._tokenizer.encode(piece, parse_special=False)
         return self._tokenizer.with_bos(ids)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return the rendered text. Raises ConfigError with the template's own message."""
-        bos = self._tokenizer.bos_id
-        names = {"bos_token": "" if bos is None else self._tokenizer.tokens[bos], "eos_token": ""}
-        parts, length = [], 0
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **options: Any
+    ) -> str:
+        """Return the rendered text; arguments and errors as for `encode_messages`."""
+        runs = self._render(messages, {"add_generation_prompt": add_generation_prompt, **options})
+        return "".join(text for text, _ in runs)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Runs:
+        self._check(messages)
+        taken = sorted(self._names.keys() & options.keys())
+        if taken:
+            raise ConfigError(f"chat option {taken[0]}: this name belongs to a token of the model; leave it out")
+        given = [{**message, "role": template_text(message["role"])} for message in messages]
+        values = {"tools": None, "documents": None, **options, **self._names, "messages": given}
         try:
-            for part in self._template.generate(messages=messages, **names, **options):
-                parts.append(part)
-                length += len(part)
-                if length > MAX_RENDERED_CHARS:
-                    raise ConfigError(f"{KEY}: more than {MAX_RENDERED_CHARS:,} characters for these messages")
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
-            raise ConfigError(f"the chat template refuses these messages: {error}") from error
-        return "".join(parts)
+            return self._environment.runs(self._template, values)
+        except RENDER_ERRORS as error:
+            reason = str(error) or type(error).__name__
+            raise ConfigError(f"the model's chat template refuses these messages: {reason}") from error
 
-    def _split(self, given: dict[str, Any], add_generation_prompt: bool) -> list[str | int]:
-        """Render, and cut at control tokens."""
-        text = self.render(add_generation_prompt=add_generation_prompt, **given)
-        return self._tokenizer.split_special(text, parse_special=True)
+    def _pieces(self, runs: Runs) -> list[str | int]:
+        """Return the control tokens that the template wrote, and the text between them."""
+        pieces: list[str | int] = []
+        for text, own in runs:
+            for piece in self._control_split(text) if own else (text,):
+                if isinstance(piece, str) and pieces and isinstance(pieces[-1], str):
+                    pieces[-1] += piece
+                else:
+                    pieces.append(piece)
+        return pieces
+
+    def _control_split(self, text: str) -> list[str | int]:
+        """Cut at control tokens. Tokens that are matched in any text stay text: they may go on in the next stretch."""
+        hidden = self._tokenizer.is_hidden
+        pieces = self._tokenizer.split_special(text, parse_special=True)
+        return [p if isinstance(p, str) or hidden(p) else self._tokenizer.tokens[p] for p in pieces]
+
+    def _all_control_ids(self, runs: Runs) -> list[int]:
+        """Return what a plain reading of the text takes for control tokens."""
+        return _ids(self._control_split("".join(text for text, _ in runs)))
+
+    def _check_is_traced(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+        """Tell a message with a control token's text from a template that makes tokens in a way that is not traced.
+
+        The latter makes them from harmless messages as well.
+        """
+        keep = {text for text in self._literals if ROLE.fullmatch(text)}
+        harmless = _harmless({"messages": messages, **options}, keep)
+        try:
+            runs = self._render(harmless.pop("messages"), harmless)
+        except ConfigError:
+            return  # the template needs the real text: nothing can be said, and the text stays plain
+        missed = Counter(self._all_control_ids(runs)) - Counter(_ids(self._pieces(runs)))
+        if missed:
+            token = self._tokenizer.tokens[min(missed)]
+            raise FormatError(
+                f"{KEY}: the template makes the control token {token!r} by an operation that mixes its own text with "
+                "a message's; tokens are recognised where the template joins its own texts, names of roles "
+                "included, with + or ~ or join"
+            )
+
+    def _check(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        if isinstance(messages, str | Mapping) or not messages:
+            raise ConfigError("there are no messages: give a list with at least one, each with role and content")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ConfigError(f"message {i} is not an object with a role, like role: user, content: ...")
+            role, content = message["role"], message.get("content")
+            if not ROLE.fullmatch(role) or role in self._inner:
+                raise ConfigError(
+                    f"message {i}: role {role[:60]!r} is not a name of letters, digits, _ and - that stands for a "
+                    "speaker; use system, user, assistant or tool"
+                )
+            if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+                raise ConfigError(
+                    f"message {i}: content must be text or a list of parts, found {type(content).__name__}"
+                )
+            for part in content if isinstance(content, list) else ():
+                if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    raise ConfigError(
+                        f"message {i}: a part of its content is not like type: text, text: ...; this program reads "
+                        "text only"
+                    )
 
 
-def _check(messages: Sequence[Mapping[str, Any]]) -> None:
-    if not messages:
-        raise ConfigError("there are no messages: give at least one with role and content")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ConfigError(f"message {i} is not an object with a role, like role: user, content: ...")
-        content = message.get("content")
-        if not isinstance(content, str | list) and not (content is None and "tool_calls" in message):
-            raise ConfigError(f"message {i}: content must be text or a list of parts, found {type(content).__name__}")
-        for part in content if isinstance(content, list) else ():
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ConfigError(f"message {i}: a part of its content is not text; this program reads text only")
+def _ids(pieces: Sequence[str | int]) -> list[int]:
+    return [piece for piece in pieces if isinstance(piece, int)]
 
 
-def _break_tokens(text: str, control_texts: Sequence[str], mark: str) -> str:
-    """Put the mark behind the first character of whatever begins, or may go on to become, a control token."""
-    starts = {t[:2] for t in control_texts}
-    out = []
-    for i, c in enumerate(text):
-        out.append(c)
-        pair = text[i : i + 2]
-        if pair in starts or (len(pair) == 1 and any(s.startswith(pair) for s in starts)):
-            out.append(mark)
-    return "".join(out)
-
-
-def _map_text(value: Any, change: Callable[[str], str]) -> Any:
+def _harmless(value: Any, keep: set[str]) -> Any:
+    """Return the same structure with other texts; names of roles and texts that the template asks for stay."""
     if isinstance(value, str):
-        return change(value)
+        return value if value in keep else "x"
     if isinstance(value, Mapping):
-        return {key: _map_text(item, change) if key != "role" else item for key, item in value.items()}
+        return {
+            key if ROLE.fullmatch(str(key)) else f"x{i}": item if key == "role" else _harmless(item, keep)
+            for i, (key, item) in enumerate(value.items())
+        }
     if isinstance(value, list | tuple):
-        return [_map_text(item, change) for item in value]
+        return [_harmless(item, keep) for item in value]
     return value
-
-
-def _texts(value: Any) -> list[str]:
-    found: list[str] = []
-    _map_text(value, lambda text: found.append(text) or text)  # type: ignore[func-returns-value]
-    return found
-
-
-def _replace(text: str, changes: Mapping[str, str]) -> str:
-    for old, new in changes.items():
-        text = text.replace(old, new)
-    return text
-
-
-def _unused_characters(value: Any, count: int) -> list[str]:
-    used = set("".join(_texts(value)))
-    first, span = _MARKS
-    return [c for c in (chr(ord(first) + i) for i in range(span)) if c not in used][:count]
-
-
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)

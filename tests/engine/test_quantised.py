@@ -1,0 +1,194 @@
+"""Packed weights: every type gives the logits of its own float32 expansion, from the same bytes, without a float copy."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from strata_jax.engine.engine import Engine
+from strata_jax.engine.programs import Programs
+from strata_jax.engine.session import Session
+from strata_jax.memory.ledger import Owner, Phase
+from tests.engine.conftest import load
+from tests.oracle import ggml, llama
+from tests.oracle.models import ModelStore, sample_tokens
+
+# a GDN layer with the n-gram table, an attention layer, the draft block; rows of 256 where a K or IQ type goes
+SMALL: dict[str, object] = {
+    "num_layers": 2, "full_attention_interval": 2, "ple_layer": 0, "num_experts": 4, "num_experts_used": 2,
+    "gdn_value_heads": 2,
+}  # fmt: skip
+TYPES = (
+    "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS",
+    "IQ2_S", "IQ2_XS", "IQ2_XXS", "Q2_0",
+)  # fmt: skip
+# types that differ between layers, within an expert and between gate and up of one layer, as in published files
+MIXED: ggml.Rules = [
+    (r"blk\.0\.ffn_gate_exps", "IQ2_S"),
+    (r"blk\.0\.ffn_up_exps", "IQ3_XXS"),
+    (r"blk\.0\.ffn_down_exps", "Q2_0"),
+    (r"blk\.1\.ffn_(gate|up)_exps", "IQ3_S"),
+    (r"blk\.2\.ffn_gate_exps", "Q4_K"),
+    (r"blk\.2\.ffn_up_exps", "BF16"),
+    ("ffn_down_exps", "IQ4_NL"),
+    (r"token_embd|output\.weight", "Q6_K"),
+    (r"nextn\.hc_head", "Q5_0"),
+    ("hc_", "Q8_0"),
+    ("indexer", "BF16"),
+    (r"attn_(q|qkv|gate)|shexp", "Q5_K"),
+    ("blk", "Q6_K"),
+]
+RECIPES: dict[str, ggml.Rules] = {**{name: [(".", name)] for name in TYPES}, "mixed": MIXED}
+PROMPT = sample_tokens(3, 48, 512, 480)  # past the 32 tokens that sparse attention keeps
+STEPS = [7, 300, 411]
+SETTINGS = {"context_cells": 64, "chunk_tokens": 16}
+TOLERANCE = 1e-4  # at a logit std of about 1.4
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Of the trunk for a prompt and for single steps after it, and of the draft block for the prompt."""
+
+    chunks: np.ndarray
+    steps: np.ndarray
+    draft: np.ndarray
+
+
+def logits(engine: Engine) -> Logits:
+    session = Session(engine)
+    chunks = session.prefill(PROMPT, want="all")
+    steps = np.stack([row for _, row in session.force(STEPS)])
+    return Logits(chunks, steps, Session(engine).prefill(PROMPT, want="draft"))
+
+
+def small(models: ModelStore, recipe: str) -> Path:
+    """The small model with every matrix of one type, or of the type that llama.cpp takes where rows do not allow it."""
+    source = models.synthetic("tiny", 0, overrides=SMALL)
+    if recipe == "F32":
+        return source
+    return models.made(f"small-{recipe}.gguf", lambda path: ggml.quantize_gguf(source, path, RECIPES[recipe]) and None)
+
+
+@pytest.fixture(scope="module")
+def float_programs() -> list[Programs]:
+    """Programs for the float32 expansions: all have the same shapes, so one set serves them."""
+    return []
+
+
+@pytest.mark.parametrize("recipe", ["F32", *RECIPES])
+def test_logits_are_those_of_the_float32_expansion_from_arena_and_bank(
+    recipe: str, models: ModelStore, float_programs: list[Programs]
+) -> None:
+    path = small(models, recipe)
+    engine = load(path, **SETTINGS)
+    if recipe in TYPES:
+        _assert_types(engine, recipe)
+    found = logits(engine)
+
+    expansion = load(models.expanded(path), **SETTINGS)
+    assert {t.type_name for t in expansion.geometry.tensor_types.values()} == {"F32"}
+    expansion.programs = float_programs[0] if float_programs else expansion.programs
+    float_programs[:] = [expansion.programs]
+    expected = logits(expansion)
+    for name in ("chunks", "steps", "draft"):
+        a, b = getattr(found, name), getattr(expected, name)
+        assert 1 < b.std() < 2.5
+        assert np.abs(a - b).max() <= TOLERANCE, name
+
+    # the same experts from the bank: the same bits
+    engine.tables = replace(engine.tables, slot_of=jnp.full_like(engine.tables.slot_of, -1))
+    unread = np.asarray(engine.arena).copy()
+    unread[: engine.plan.slot_pages] = 0xFFFFFFFF
+    engine.arena = jnp.array(unread)
+    from_bank = logits(engine)
+    for name in ("chunks", "steps", "draft"):
+        np.testing.assert_array_equal(getattr(from_bank, name), getattr(found, name))
+
+
+@pytest.mark.parametrize("recipe", ["Q4_K", "mixed"])
+def test_logits_are_near_those_of_llama_cpp_on_the_packed_file(
+    recipe: str, models: ModelStore, llama_oracle: None
+) -> None:
+    """llama.cpp rounds activations to 8 bits beside packed weights; a wrong type or layout would be off by the logits' size."""
+    path = small(models, recipe)
+    found = Session(load(path, **SETTINGS)).prefill(PROMPT, want="all")
+    expected = llama.logits(path, PROMPT)
+    assert np.abs(found - expected).mean() < 0.06
+    assert (found.argmax(-1) == expected.argmax(-1)).mean() > 0.85
+    other = Session(load(small(models, "F32"), **SETTINGS)).prefill(PROMPT, want="all")
+    assert np.abs(other - expected).mean() > 0.06, "the packed weights make no difference here"
+
+
+# --- memory
+
+
+@pytest.mark.parametrize(
+    ("recipe", "slots", "options"),
+    [("F32", 5, {}), ("mixed", 5, {}), ("mixed", 0, {}), ("mixed", 5, {"spec_window": 1}), ("F32", 12, {})],
+    ids=str,
+)
+def test_arrays_of_a_loaded_model_are_those_planned(
+    recipe: str, slots: int, options: dict[str, int], models: ModelStore
+) -> None:
+    path = small(models, recipe)
+    gc.collect()
+    earlier = jax.live_arrays()
+    engine = load(path, expert_slots=slots, **SETTINGS, **options)
+    session = Session(engine)
+    known = {id(x) for x in earlier}
+    live = [x for x in jax.live_arrays() if id(x) not in known]
+
+    ledger = engine.plan.ledger
+    planned = ledger.total_bytes(Phase.START)
+    assert sum(x.nbytes for x in live) == pytest.approx(planned, rel=0.01)
+    bytes_of = ledger.owner_bytes(Phase.START)
+    weights = sum(bytes_of.get(owner, 0) for owner in (Owner.DENSE, Owner.EMBEDDING, Owner.HEAD, Owner.DRAFTER))
+    state = bytes_of[Owner.RECURRENT_STATE] + bytes_of[Owner.INDEX_KEYS]
+    expected = {
+        "weights": weights,
+        "bank": bytes_of[Owner.BANK],
+        "arena": bytes_of[Owner.EXPERT_SLOTS] + bytes_of[Owner.KV],
+    }
+    assert dict(engine.live_bytes()) == expected
+    assert sum(x.nbytes for x in jax.tree.leaves(engine.tables)) == bytes_of[Owner.TABLES]
+    assert sum(x.nbytes for x in jax.tree.leaves(session.state)) == state
+
+
+def test_no_float_copy_of_packed_experts_exists_before_or_after_a_run(models: ModelStore) -> None:
+    path = small(models, "Q4_0")
+    gc.collect()
+    earlier = jax.live_arrays()
+    known = {id(x) for x in earlier}
+    engine = load(path, expert_slots=1, **SETTINGS)
+    g = engine.geometry
+    stack = g.num_experts * g.expert_width[0] * g.embed_width * 4  # gate, up or down of one layer as float32
+    session = Session(engine)
+    for run in (lambda: None, lambda: session.prefill(PROMPT, want="all"), lambda: list(session.force(STEPS))):
+        run()
+        gc.collect()
+        live = [x for x in jax.live_arrays() if id(x) not in known]
+        assert max(x.nbytes for x in live) < stack
+        assert sum(x.nbytes for x in live) <= 1.01 * engine.plan.ledger.total_bytes(Phase.START)
+    assert sum(bank.blobs.nbytes for bank in engine.banks) < 0.2 * 3 * 3 * stack
+
+
+def test_a_tied_head_is_one_array(models: ModelStore) -> None:
+    engine = load(models.synthetic("nano", 0, overrides={"tied_output": True}), context_cells=64)
+    assert engine.weights.head.data is engine.weights.embed.data
+    bytes_of = engine.plan.ledger.owner_bytes(Phase.START)
+    planned = sum(bytes_of.get(owner, 0) for owner in (Owner.DENSE, Owner.EMBEDDING, Owner.HEAD, Owner.DRAFTER))
+    assert dict(engine.live_bytes())["weights"] == planned
+
+
+def _assert_types(engine: Engine, type_name: str) -> None:
+    """All matrices are of the type but those that stay float32 or have rows too short for its blocks."""
+    found = Counter(t.type_name for t in engine.geometry.tensor_types.values() if len(t.shape) > 1)
+    assert found[type_name] >= 40, found
+    assert {part.type_name for bank in engine.banks for part in bank.layout.parts} == {type_name}
