@@ -21,11 +21,10 @@ from strata_jax.engine.layers import rms_norm, rope_tables, rotate
 from strata_jax.engine.matrix import Matrix, linear, matmul_t
 from strata_jax.geometry import Geometry
 from strata_jax.kernels.kv_codec import decode_k, decode_v, encode_k, encode_v
+from strata_jax.memory.layout import GATHER_TILE_VALUES
 
 HIGHEST = jax.lax.Precision.HIGHEST
 SCORE_TILE_BLOCKS = 256
-# Gathered K/V values of one tile of tokens stay below this many (64 MiB of float32).
-GATHER_TILE_VALUES = 16 * 2**20
 MASKED = -1e30
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from strata_jax.engine.matrix import Matrix, linear, matmul_t
 from strata_jax.geometry import Geometry
 from strata_jax.kernels.dequant import dequantize_words
+from strata_jax.memory.layout import expert_tile_rows
 
 MAX_WINDOW_TOKENS = 8
 R = TypeVar("R")
@@ -158,7 +159,7 @@ def _chunk(
     """Many tokens: pairs sorted by expert, each expert decoded once and applied to its rows in tiles."""
     num_tokens, width = u.shape
     num_pairs = num_tokens * g.num_experts_used
-    tile = min(128, max(16, 2 ** (2 * num_pairs // g.num_experts).bit_length() // 2))
+    tile = expert_tile_rows(num_tokens, g.num_experts_used, g.num_experts)
     order = jnp.argsort(ids.reshape(-1), stable=True)
     token_of = jnp.pad(order // g.num_experts_used, (0, tile))
     counts = jnp.zeros(g.num_experts + 1, jnp.int32).at[ids.reshape(-1)].add(1)[: g.num_experts]

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from strata_jax.engine.layers import rms_norm
 from strata_jax.engine.matrix import Matrix, linear
 from strata_jax.geometry import Geometry
+from strata_jax.memory.layout import GDN_CHUNK_TOKENS as CHUNK
 
-CHUNK = 64
 BLOCK = 8
 HIGHEST = jax.lax.Precision.HIGHEST
 

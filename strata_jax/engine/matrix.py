@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from strata_jax.kernels.dequant import dequantize
+from strata_jax.memory.layout import MATRIX_TILE_WEIGHTS
 
 NATIVE_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-# A matrix of more weights than this is decoded and multiplied tile by tile (64 MiB of float32 at a time).
-TILE_WEIGHTS = 16 * 2**20
 
 
 @jax.tree_util.register_dataclass
@@ -53,9 +52,9 @@ def decode_rows(data: jax.Array, type_name: str) -> jax.Array:
 
 def linear(x: jax.Array, w: Matrix) -> jax.Array:
     """Multiply ``x: f32[T, cols]`` by the transpose of ``w``: f32[T, rows]."""
-    if w.rows * w.cols <= TILE_WEIGHTS or w.type_name == "F32":
+    if w.rows * w.cols <= MATRIX_TILE_WEIGHTS or w.type_name == "F32":
         return matmul_t(x, decode_rows(w.data, w.type_name))
-    tile_rows = max(1, TILE_WEIGHTS // w.cols)
+    tile_rows = max(1, MATRIX_TILE_WEIGHTS // w.cols)
 
     def step(i: jax.Array, out: jax.Array) -> jax.Array:
         first = jnp.minimum(i * tile_rows, w.rows - tile_rows)  # the last tile may repeat rows of the one before

@@ -21,7 +21,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_join
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -93,7 +93,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         for value in (*args, *kwargs.values()):
             if isinstance(value, int):
                 _limit(abs(value), MAX_CHARS, "as a number given to a call")
-        return super().call(__context, __obj, *args, **kwargs)
+        if isinstance(__obj, LoopContext) and args:  # a recursive loop goes on with these items
+            args = (__self.counted(args[0]), *args[1:])
+        result = super().call(__context, __obj, *args, **kwargs)
+        if isinstance(result, range):
+            __self._step(len(result))
+        return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
@@ -133,7 +138,7 @@ class _Trace(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         texts = [nodes.Filter(item, "string", [], [], None, None) for item in node.nodes]
-        return _call("concat", node, nodes.List(texts, "load"))
+        return _call("concat", node, nodes.List(texts))
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -12,15 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from strata_jax.geometry import Geometry
-from strata_jax.memory.layout import padded_chunk
+from strata_jax.memory.layout import GATHER_TILE_VALUES, MATRIX_TILE_WEIGHTS, expert_tile_rows, padded_chunk
 from strata_jax.memory.ledger import Entry, Owner, Phase, during
 from strata_jax.memory.sizes import F32_BYTES, ModelSizes, gdn_channels
 
-# These three follow the engine's constants of the same names.
-MATRIX_TILE_WEIGHTS = 16 * 2**20
-GATHER_TILE_VALUES = 16 * 2**20
-MAX_EXPERT_TILE_TOKENS = 128
 PACKED_WEIGHT_BYTES = 1  # of a weight in a packed matrix, rounded up (Q8_0: 1.06)
 
 
@@ -167,7 +162,10 @@ def _attention_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> 
 
 def _expert_terms(sizes: ModelSizes, rows: int, with_draft: bool) -> tuple[Term, ...]:
     g = sizes.geometry
-    tile, width = _expert_tile(g, rows), max(g.expert_width[: sizes.blocks(with_draft)])
+    tile, width = (
+        expert_tile_rows(rows, g.num_experts_used, g.num_experts),
+        max(g.expert_width[: sizes.blocks(with_draft)]),
+    )
     pairs, blob = rows * g.num_experts_used, max(sizes.blobs)
     decoded = 3 * g.embed_width * width
     return (
@@ -182,12 +180,6 @@ def _expert_terms(sizes: ModelSizes, rows: int, with_draft: bool) -> tuple[Term,
              f"T {rows} x (2 x {g.num_experts} experts + 3 x {g.shared_expert_width} shared"
              f" + 2 x E {g.embed_width:,}) x 4 B"),
     )  # fmt: skip
-
-
-def _expert_tile(g: Geometry, rows: int) -> int:
-    """Rows of the tile in which a prompt applies one expert: twice its mean load, a power of two from 16 to 128."""
-    mean = 2 * rows * g.num_experts_used // g.num_experts
-    return min(MAX_EXPERT_TILE_TOKENS, max(16, 2 ** mean.bit_length() // 2))
 
 
 def _head_terms(sizes: ModelSizes, logits_rows: int) -> tuple[Term, ...]:

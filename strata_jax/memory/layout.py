@@ -19,6 +19,9 @@ MAX_AUTO_PAGE_BYTES = 64 * KIB
 MAX_SLOT_WASTE_FRAC = 0.03
 SMALL_BUCKET_TOKENS = 8
 GDN_CHUNK_TOKENS = 64  # longer prompt programs take whole multiples of it
+MATRIX_TILE_WEIGHTS = 16 * 2**20  # a larger matrix is decoded and multiplied in tiles (64 MiB of float32 at a time)
+GATHER_TILE_VALUES = 16 * 2**20  # keys (or values) that one tile of tokens gathers (64 MiB of float32)
+MAX_EXPERT_TILE_ROWS = 128
 
 
 def align_up(value: int, multiple: int) -> int:
@@ -146,6 +149,12 @@ def choose_page_bytes(blobs: Sequence[int], cell_bytes: int, block_cells: int) -
 
 
 # Prompt chunks
+
+
+def expert_tile_rows(num_tokens: int, num_experts_used: int, num_experts: int) -> int:
+    """Return the rows of a tile in which a prompt applies one expert: near twice its mean load, from 16 to 128."""
+    mean = 2 * num_tokens * num_experts_used // num_experts
+    return min(MAX_EXPERT_TILE_ROWS, max(16, 2 ** mean.bit_length() // 2))
 
 
 def padded_chunk(chunk_tokens: int) -> int:

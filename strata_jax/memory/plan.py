@@ -20,6 +20,7 @@ from strata_jax.memory.sizes import model_sizes
 from strata_jax.memory.unfit import Unfit, explain
 
 SMALLEST_AUTO_CHUNK_TOKENS = 8
+CONTEXT_GRID_CELLS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ def _choose_context(frame: Frame) -> Choice:
     if r.context_cells is not None:
         return r.choice("context_cells", r.context_cells)
     if r.workload_cells is not None:
-        return Choice("context_cells", r.workload_cells, Origin.COMPUTED, "what the workload needs")
+        return _workload_context(frame, r.workload_cells)
     longest = frame.sizes.geometry.context_length
     full = layout.align_up(longest, block) // block
     least = min(full, -(-MIN_CONTEXT_CELLS // block))
@@ -224,6 +225,16 @@ def _choose_context(frame: Frame) -> Choice:
 def _least_chunk(frame: Frame, context_cells: int) -> int:
     r = frame.request
     return r.chunk_tokens or auto_chunks(r.chunk_auto_max, context_cells)[-1]
+
+
+def _workload_context(frame: Frame, needed_cells: int) -> Choice:
+    """What the workload needs, on a grid where memory allows: compiled programs depend on the number of cells."""
+    r, longest = frame.request, frame.sizes.geometry.context_length
+    gridded = min(longest, layout.align_up(needed_cells, CONTEXT_GRID_CELLS))
+    if gridded != needed_cells and frame.shortfall(gridded, _least_chunk(frame, gridded), r.expert_slots or 0) is None:
+        reason = f"the workload needs {needed_cells:,}; on a grid of {CONTEXT_GRID_CELLS:,}, to reuse compiled programs"
+        return Choice("context_cells", gridded, Origin.COMPUTED, reason)
+    return Choice("context_cells", needed_cells, Origin.COMPUTED, "what the workload needs")
 
 
 def auto_chunks(chunk_auto_max: int, context_cells: int) -> tuple[int, ...]:

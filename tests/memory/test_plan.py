@@ -320,9 +320,18 @@ def test_on_a_cpu_slots_are_a_second_copy_and_stay_few() -> None:
 
 def test_the_workload_sets_an_auto_context() -> None:
     made = plan(REAL, replace(ROOMY, workload_cells=18_001))
-    assert (made.context_requested_cells, made.context_cells) == (18_001, 18_004)
+    assert made.context_cells == 18_432  # a multiple of 1,024: another prompt of about this length reuses the programs
     assert choice(made, "context_cells").origin is Origin.COMPUTED
-    assert any("rounded up to 18,004" in note for note in made.notes)
+    assert plan(REAL, replace(ROOMY, workload_cells=REAL.context_length - 1)).context_cells == REAL.context_length
+
+
+def test_a_workload_gets_exactly_what_it_needs_where_the_grid_does_not_fit() -> None:
+    request = replace(ROOMY, workload_cells=18_001, chunk_tokens=8, expert_slots=0)
+    gridded = plan(REAL, request)
+    phase, needed_bytes = gridded.ledger.peak(Memory.DEVICE)
+    tight = plan(REAL, replace(request, device_budget_bytes=needed_bytes - 1))
+    assert (tight.context_requested_cells, tight.context_cells) == (18_001, 18_004)
+    assert any("rounded up to 18,004" in note for note in tight.notes)
 
 
 def test_a_chunk_above_the_context_is_used_as_given_and_noted() -> None:
