@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strata_jax.config.schema import AUTO, RunConfig
-from strata_jax.errors import ConfigError
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.chat import ChatTemplate
 from strata_jax.gguf.reader import GGUFFile, open_gguf
@@ -56,7 +55,7 @@ def open_model(config: RunConfig) -> tuple[GGUFFile, Geometry]:
     return file, geometry
 
 
-def read_prompts(config: RunConfig, file: GGUFFile) -> tuple[list[Prompt], Tokenizer]:
+def read_prompts(config: RunConfig, file: GGUFFile, geometry: Geometry) -> tuple[list[Prompt], Tokenizer]:
     """Turn the workload's requests into tokens with the file's own tokenizer and chat template."""
     tokenizer = Tokenizer.from_gguf(file.metadata)
     template: ChatTemplate | None = None
@@ -69,8 +68,9 @@ def read_prompts(config: RunConfig, file: GGUFFile) -> tuple[list[Prompt], Token
         else:
             template = template or ChatTemplate.from_gguf(file.metadata, tokenizer)
             ids = template.encode_messages(list(request.messages or ()), **request.chat_options)
-        if not ids:
-            raise ConfigError(f"request {request.name}: the prompt has no tokens; give at least one character")
+        for tokens in (ids, request.forced_token_ids):
+            if tokens is not None:
+                geometry.check_token_ids(tokens)
         prompts.append(Prompt(request, tuple(ids)))
     return prompts, tokenizer
 

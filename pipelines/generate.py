@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Run the workload's requests in order, as often as asked, and return the summary."""
     file, geometry = open_model(config)
-    prompts, tokenizer = read_prompts(config, file)
+    prompts, tokenizer = read_prompts(config, file, geometry)
     plan, hardware = make_plan(config, geometry, prompts, record)
     engine = load_engine(config, hardware, file, geometry, plan, record)
     finished: list[dict[str, Any]] = []
@@ -74,6 +74,8 @@ def _serve(
         if finish_reason == "stop":
             break
     _show(stream.finish(), name, record)
+    if stream.stopped:  # a stop text that the last token completed
+        finish_reason = "stop"
     out.print()
     if config.engine.check:
         record.event("check", **engine.check_memory(session.state))

@@ -16,7 +16,7 @@ from strata_jax.report.tables import console
 def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Read the one prompt in chunks or token by token and save the logits of every position."""
     file, geometry = open_model(config)
-    prompts, _ = read_prompts(config, file)
+    prompts, _ = read_prompts(config, file, geometry)
     if len(prompts) != 1:
         raise ConfigError(
             f"pipeline=logits takes one prompt, workload={config.workload.name} has {len(prompts)}; "

@@ -23,7 +23,7 @@ COLUMNS = ("comparison", "positions", "max difference", "mean difference", "same
 def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Print and save the table of differences; the summary's `extra.agrees` says whether all rows hold."""
     file, geometry = open_model(config)
-    prompts, _ = read_prompts(config, file)
+    prompts, _ = read_prompts(config, file, geometry)
     plan, hardware = make_plan(config, geometry, prompts, record, all_logits=True)
     engine = load_engine(config, hardware, file, geometry, plan, record)
     rows = [

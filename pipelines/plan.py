@@ -17,7 +17,7 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     record.update(model=geometry.name)
     _write_sizes(geometry, record)
     # Without a given context, the plan needs to know how long the workload's prompts are.
-    prompts = [] if isinstance(config.model.max_context, int) else read_prompts(config, file)[0]
+    prompts = [] if isinstance(config.model.max_context, int) else read_prompts(config, file, geometry)[0]
     make_plan(config, geometry, prompts, record)
     return {"extra": {"model_bytes": geometry.total_bytes}}
 

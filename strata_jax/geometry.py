@@ -7,11 +7,11 @@ Not here: bytes of K/V cells and recurrent state (``kernels/kv_codec``, ``memory
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from strata_jax.errors import FormatError
+from strata_jax.errors import ConfigError, FormatError
 from strata_jax.gguf.blocks import BLOCK_TYPES, ENGINE_TYPES
 from strata_jax.gguf.keys import Keys
 from strata_jax.gguf.layout import (
@@ -159,6 +159,16 @@ class Geometry:
     @property
     def total_bytes(self) -> int:
         return sum(t.num_bytes for t in self.tensor_types.values())
+
+    def check_token_ids(self, token_ids: Sequence[int]) -> None:
+        """Raise ConfigError if there are no tokens or if one is outside the vocabulary."""
+        if not len(token_ids):
+            raise ConfigError("the prompt has no tokens: give at least one")
+        wrong = next(((i, t) for i, t in enumerate(token_ids) if not 0 <= t < self.vocab_size), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"token {wrong[1]} at place {wrong[0]} is outside the vocabulary (0 .. {self.vocab_size - 1})"
+            )
 
     def check_engine_types(self) -> None:
         """Raise FormatError if a tensor has a type that the engine cannot decode; such a file can only be planned."""

@@ -61,7 +61,8 @@ def filtered(logits: jax.Array, how: SamplingArrays) -> tuple[jax.Array, jax.Arr
     rank = jnp.arange(vocab)
     keep = (how.top_k == 0) | (rank < how.top_k)
     prob = jax.nn.softmax(jnp.where(keep, best, -jnp.inf), axis=-1)
-    keep = keep & (jnp.cumsum(prob, axis=-1) - prob < how.top_p)
+    # the sum rounds to 1 before the last tokens: without the first condition top_p=1 would drop them
+    keep = keep & ((how.top_p >= 1) | (jnp.cumsum(prob, axis=-1) - prob < how.top_p))
     keep = keep & (prob >= how.min_p * prob[:, :1])
     return jnp.where(keep, best / how.temperature, -jnp.inf), tokens
 

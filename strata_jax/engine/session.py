@@ -140,12 +140,7 @@ class Session:
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         if self.engine.owner is not self:
             raise RuntimeError("the K/V cells of this sequence were taken over by a later one")
-        vocab = self.engine.geometry.vocab_size
-        if not len(tokens):
-            raise ConfigError("the prompt has no tokens: give at least one")
-        wrong = next(((i, t) for i, t in enumerate(tokens) if not 0 <= t < vocab), None)
-        if wrong is not None:
-            raise ConfigError(f"token {wrong[1]} at place {wrong[0]} is outside the vocabulary (0 .. {vocab - 1})")
+        self.engine.geometry.check_token_ids(tokens)
         if len(tokens) > self.num_cells_left:
             raise DoesNotFit(
                 f"{len(tokens)} tokens do not fit: the context has {self.engine.plan.context_cells} cells, "

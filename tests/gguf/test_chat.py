@@ -235,6 +235,14 @@ def test_a_token_of_two_messages_is_text() -> None:
     assert text_of(ids) == "<|im_start|>"
 
 
+def test_a_token_that_any_text_may_hold_can_go_on_in_a_message() -> None:
+    tokens = [*TOKENIZER.tokens, "<a", "<ab>"]
+    types = np.array([*TOKENIZER.types, TokenType.USER_DEFINED, TokenType.USER_DEFINED], np.int32)
+    tokenizer = make_tokenizer(tokens=tokens, token_type=types)
+    ids = ChatTemplate("{{ '<a' + messages[0].content }}", tokenizer).encode_messages(user("b>"))
+    assert ids == [tokens.index("<ab>")]
+
+
 def test_a_start_token_in_a_message_does_not_replace_the_real_one() -> None:
     tokenizer = make_tokenizer(add_bos_token=True)
     ids = ChatTemplate("{{ messages[0].content }}", tokenizer).encode_messages(user("<|endoftext|>"))
@@ -375,6 +383,7 @@ def test_what_a_template_refuses_or_must_not_do_is_said(source: str, message: st
         ("{% for i in range(100) %}{% for j in range(100) %}{% endfor %}{% endfor %}", "turns of loops and calls"),
         ("{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(20) }}", "turns of loops"),
         ("{% for i in [[[1], [1]]] * 9 recursive %}{{ loop(i * 9) if i is iterable }}{% endfor %}", "turns"),
+        ("{% set s = 'x' * 400 %}{% for i in s %}{% for j in s %}{% endfor %}{% endfor %}", "turns of loops and calls"),
         ("{% for i in range(99) %}0123456789{% endfor %}", "characters of output; the limit is 500"),
     ],
 )  # fmt: skip

@@ -193,6 +193,19 @@ def test_every_kind_of_character_is_split_as_in_llama_cpp(name: str, pairs: Any)
         assert ours.encode(text, parse_special=True) == theirs.tokenize(text), hex(ord(c))
 
 
+@pytest.mark.parametrize("name", PATTERNS)
+def test_contractions_are_cut_off_in_any_case_as_in_llama_cpp(name: str, pairs: Any) -> None:
+    ours, theirs = pairs[name]
+    spellings = {"".join(case) for word in ("s", "t", "re", "ve", "m", "ll", "d", "n", "l") for case in cases_of(word)}
+    for spelling, following in itertools.product(sorted(spellings), "abcdefghijkl"):
+        text = f"x'{spelling}{following} '{spelling}{following}z"
+        assert ours.encode(text, parse_special=True) == theirs.tokenize(text), text
+
+
+def cases_of(word: str) -> Iterator[tuple[str, ...]]:
+    return itertools.product(*((letter, letter.upper()) for letter in word))
+
+
 def test_marks_are_letters_for_qwen35_only(pairs: Any) -> None:
     ids = {name: pairs[name][0].encode("ab\u0301\u0301cd\u0301", parse_special=False) for name in PATTERNS}
     assert ids["qwen2"] != ids["qwen35"]
