@@ -4,7 +4,7 @@ Held fixed: the file, 512 prompt tokens in one chunk, single decode steps withou
 engines take turns, so a drift of the machine's speed meets both. The number that counts is the ratio ours / llama.cpp
 (above 1: ours is faster). Compilation is apart; each engine has one warm-up.
 
-    python bench/llama_cpu.py [--preset tiny] [--recipes none iq3_s q2_0 ...] [--rounds 5] [--save bench/results/NAME.json]
+    python bench/llama_cpu.py [--preset tiny] [--recipes none iq3_s ...] [--rounds 5] [--save bench/results/NAME.json]
 
 Needs the test extra (llama.cpp's wheel). The files are synthetic: random weights of the real structure.
 """
@@ -23,10 +23,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from strata_jax.runtime import with_free_early
+
+os.environ["XLA_FLAGS"] = with_free_early(os.environ.get("XLA_FLAGS", ""))  # as a run has it; before JAX starts
+
 import jax
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.session import Session

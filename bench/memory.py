@@ -1,11 +1,11 @@
 """How much memory do opening and running a model cost?
 
-Held fixed: the synthetic `mid` preset (1.4 B parameters, 64 experts in each of 12 blocks). Two questions, each answered in
-a fresh process by the kernel's count of anonymous pages (pages of the mapped file do not count):
+Held fixed: the synthetic `mid` preset (1.4 B parameters, 64 experts in each of 12 blocks). Two questions, each answered
+in a fresh process by the kernel's count of anonymous pages (pages of the mapped file do not count):
 
 - header: opening the 2.8 GB F16 file, reading its geometry and planning. Bound: 300 MB.
-- run: loading a quantised file and reading 64 tokens, against the bytes of the file that the engine holds. A float copy of
-  the experts would be 7 times their packed size at 4.5 bits a weight.
+- run: loading a quantised file and reading 64 tokens, against the bytes of the file that the engine holds. A float copy
+  of the experts would be 7 times their packed size at 4.5 bits a weight.
 
     python bench/memory.py [--recipe q4_0] [--folder /tmp] [--save bench/results/NAME.json]
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
+
+from strata_jax.runtime import with_free_early
 
 
 def main() -> None:
@@ -47,9 +50,10 @@ def main() -> None:
 
 def in_new_process(what: str, path: Path) -> dict[str, Any]:
     code = (
-        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from bench import memory; memory.{what}({str(path)!r})"
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from bench.memory import {what}; {what}({str(path)!r})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environ = {**os.environ, "XLA_FLAGS": with_free_early(os.environ.get("XLA_FLAGS", ""))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
     return {"what": what, "file_mb": round(path.stat().st_size / 1e6), **json.loads(done.stdout.splitlines()[-1])}
 
 

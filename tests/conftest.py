@@ -12,12 +12,14 @@ from hydra import compose, initialize_config_dir
 
 from strata_jax.config import RunConfig
 from strata_jax.config.load import check_overrides, find_groups, register, to_config
+from strata_jax.runtime import with_free_early
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Engines of one shape share their compiled programs, also between the workers. Set before any test imports JAX.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".pytest_cache" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+os.environ["XLA_FLAGS"] = with_free_early(os.environ.get("XLA_FLAGS", ""))
 MARKERS = ("cpu", "gpu")
 
 

@@ -127,20 +127,9 @@ class Programs:
         with self.watch(name), warnings.catch_warnings():
             # a donation that cannot be used means a second copy of the state
             warnings.filterwarnings("error", message=".*donated buffers were not usable.*")
-            program = jax.jit(f, donate_argnums=donate).lower(*args).compile(compiler_options())
+            program = jax.jit(f, donate_argnums=donate).lower(*args).compile()
         self.compile_s += time.perf_counter() - started
         return program
-
-
-def compiler_options() -> dict[str, bool]:
-    """Options of the running backend.
-
-    XLA's default order of operations on a CPU starts whatever is ready. Decoding a matrix depends on no activation, so it
-    would decode all dense matrices of a step at once and hold them as float32; its other order frees memory early.
-    """
-    if jax.default_backend() == "cpu":
-        return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
-    return {}
 
 
 def _ple_chunk(

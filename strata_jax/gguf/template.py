@@ -11,7 +11,9 @@ To trace, the literals of the parsed template are replaced by calls that return 
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, cast
@@ -19,18 +21,20 @@ from typing import Any, cast
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_join
+from jinja2.filters import do_format, do_join
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from strata_jax.gguf.traced import TracedText, joined, runs_of, template_text
+from strata_jax.gguf.traced import MAX_CHARS, TracedText, joined, runs_of, template_text
 
-MAX_CHARS = 64 * 2**20
 MAX_ITEMS = 2**20
-MAX_STEPS = 10_000_000  # about 3 s of empty loops on one core; a conversation of 10,000 messages needs 1,000,000
+MAX_STEPS = 20_000_000  # a turn of a loop is 1, a call 10: about 1 s of empty loops, 10-30 s of calls on one core
+CALL_STEPS = 10
 MAX_EXPONENT = 64
+MAX_NUMBER_BITS = 4096
+MAX_WIDTH = 10_000  # of padding: an argument of a filter, or written in a format
 # What a template can raise on values it does not expect.
 RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -48,12 +52,15 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Compiles one template and renders it, one rendering at a time."""
 
     concat = staticmethod(joined)  # used by compiled templates for macros, blocks and captured text
-    intercepted_binops = frozenset(["+", "*", "**"])
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self, now: Callable[[], datetime]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock])
         self.filters["tojson"] = _to_json
         self.filters["join"] = _join
+        self.filters["format"] = _format
+        for name in ("center", "indent", "wordwrap"):
+            self.filters[name] = _narrow(self.filters[name])
         self.globals.update(raise_exception=_raise, strftime_now=lambda form: now().strftime(form))
         self.steps = 0
 
@@ -89,7 +96,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return found
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        __self._step(1)
+        __self._step(CALL_STEPS)
         for value in (*args, *kwargs.values()):
             if isinstance(value, int):
                 _limit(abs(value), MAX_CHARS, "as a number given to a call")
@@ -103,12 +110,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
             _limit(abs(right), MAX_EXPONENT, "as an exponent")
-        if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            _limit(len(left) + len(right), _most(left), "characters or items in a value")
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            _limit(bits, MAX_NUMBER_BITS, "bits in a number")
+        if operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
+            _limit(len(left) + len(right), MAX_ITEMS, "items in a value")
         if operator == "*":
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, str | list | tuple) and isinstance(other, int):
                     _limit(len(one) * other, _most(one), "characters or items in a value")
+        if operator == "%" and isinstance(left, str):
+            _check_widths(left)
         return super().call_binop(context, operator, left, right)
 
     def _step(self, count: int) -> None:
@@ -162,6 +174,32 @@ def _most(value: object) -> int:
 @jinja2.pass_eval_context
 def _join(eval_ctx: nodes.EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
     return cast(str, do_join(eval_ctx, value, TracedText(d, runs_of(d)), attribute))  # in async mode only: a coroutine
+
+
+def _narrow(pad: Callable[..., str]) -> Callable[..., str]:
+    """Limit the numbers a padding filter takes."""
+
+    @functools.wraps(pad)
+    def limited(*args: Any, **kwargs: Any) -> str:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, int):
+                _limit(abs(value), MAX_WIDTH, "characters of padding")
+        return pad(*args, **kwargs)
+
+    return limited
+
+
+def _format(value: str, *args: Any, **kwargs: Any) -> str:
+    _check_widths(str(value))
+    return do_format(value, *args, **kwargs)
+
+
+def _check_widths(form: str) -> None:
+    for digits in re.findall(r"\d+", form):
+        if len(digits) > len(str(MAX_WIDTH)):
+            raise jinja2.TemplateRuntimeError(f"a format asks for a width above {MAX_WIDTH:,}")
+    if re.search(r"%[^%a-zA-Z]*\*", form):
+        raise jinja2.TemplateRuntimeError("a format takes its width from an argument; write the width")
 
 
 def _to_json(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
+MAX_CHARS = 64 * 2**20
 Runs = tuple[tuple[int, bool], ...]
 
 
@@ -119,8 +120,11 @@ def runs_of(text: str) -> Runs:
 
 
 def joined(parts: Iterable[str]) -> TracedText:
-    """Join texts, keeping the origin of each."""
+    """Join texts, keeping the origin of each. Raises ValueError for more than `MAX_CHARS` characters."""
     parts = list(parts)
+    num_chars = sum(map(len, parts))
+    if num_chars > MAX_CHARS:
+        raise ValueError(f"it asks for {num_chars:,} characters in a text; the limit is {MAX_CHARS:,}")
     merged: list[tuple[int, bool]] = []
     for part in parts:
         for length, own in runs_of(part):

@@ -8,7 +8,7 @@ from tests.oracle.models import ModelStore
 
 
 def test_programs_hold_one_decoded_matrix_at_a_time(models: ModelStore, llama_oracle: None) -> None:
-    engine = load(models.quantized("q4_0", "nano", overrides={}), context_cells=64, chunk_tokens=8, expert_slots=4)
+    engine = load(models.quantized("q4_0"), context_cells=64, chunk_tokens=8, expert_slots=4)
     session = Session(engine)
     list(session.decode(session.prefill([1, 2, 3]), max_tokens=3))
     g = engine.geometry

@@ -1,4 +1,4 @@
-"""Row numbers of the n-gram table against big-integer Python, with the boundary rules and the real model's constants."""
+"""Row numbers of the n-gram table against big-integer Python, with boundary rules and the real constants."""
 
 from __future__ import annotations
 

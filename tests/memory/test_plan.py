@@ -328,7 +328,7 @@ def test_the_workload_sets_an_auto_context() -> None:
 def test_a_workload_gets_exactly_what_it_needs_where_the_grid_does_not_fit() -> None:
     request = replace(ROOMY, workload_cells=18_001, chunk_tokens=8, expert_slots=0)
     gridded = plan(REAL, request)
-    phase, needed_bytes = gridded.ledger.peak(Memory.DEVICE)
+    _, needed_bytes = gridded.ledger.peak(Memory.DEVICE)
     tight = plan(REAL, replace(request, device_budget_bytes=needed_bytes - 1))
     assert (tight.context_requested_cells, tight.context_cells) == (18_001, 18_004)
     assert any("rounded up to 18,004" in note for note in tight.notes)
