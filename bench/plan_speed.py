@@ -19,11 +19,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "memory")]
 
-from planner_models import real  # noqa: E402
+from planner_models import real
 
-from strata_jax.memory.ledger import MIB  # noqa: E402
-from strata_jax.memory.plan import MemoryPlan, try_plan  # noqa: E402
-from strata_jax.memory.request import PlanRequest  # noqa: E402
+from strata_jax.memory.ledger import MIB
+from strata_jax.memory.plan import MemoryPlan, try_plan
+from strata_jax.memory.request import PlanRequest
 
 NUM_PLANS = 1000
 BOUND_S = 2.0
