@@ -134,7 +134,7 @@ class Engine:
     def live_bytes(self) -> Iterator[tuple[str, int]]:
         """Bytes of the engine's long-lived arrays by owner, as the device holds them."""
         for owner, tree in (("weights", self.weights), ("bank", self.banks), ("arena", self.arena)):
-            yield owner, sum(x.nbytes for x in jax.tree.leaves(tree))
+            yield owner, sum({id(x): x.nbytes for x in jax.tree.leaves(tree)}.values())  # a tied head is one array
 
 
 def bank_sharding() -> jax.sharding.Sharding:

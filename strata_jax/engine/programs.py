@@ -93,7 +93,9 @@ class Programs:
     def all_heads(self, mixer: MixerWeights, head: Matrix, streams: jax.Array) -> jax.Array:
         """Logits f32[T, V]."""
         args = (streams, mixer, head)
-        return self._call(("heads", streams.shape[0]), partial(logits, g=self.spec.geometry), args)
+        # trunk and MTP block have mixers of their own, whose types may differ
+        key = ("heads", streams.shape[0], mixer.down.type_name, mixer.up.type_name)
+        return self._call(key, partial(logits, g=self.spec.geometry), args)
 
     def sample(self, scores: jax.Array, position: Any, how: SamplingArrays) -> jax.Array:
         """The first token i32[1], from the prompt's last logits f32[1, V]."""

