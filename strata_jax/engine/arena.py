@@ -74,7 +74,6 @@ def write_cells(
             words,
             dims,
             mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
-            unique_indices=True,
         )
     return arena
 

@@ -130,7 +130,7 @@ def _update_keys(
     keys = rotate(rms_norm(jnp.mean(members, axis=1), w.k_norm, g.rms_eps)[:, None], cos, sin)[:, 0]
     complete = (block + 1) * ratio <= start + count
     slot = jnp.where(complete, block, state.keys.shape[0])
-    return IndexState(state.keys.at[slot].set(keys, mode="drop", unique_indices=True), raw)
+    return IndexState(state.keys.at[slot].set(keys, mode="drop"), raw)
 
 
 def _select(

@@ -9,8 +9,9 @@ block's own output, and what they write is overwritten by the next round.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +89,9 @@ def decode_step(
     agrees = (window[1:] == chosen[:-1]) & (rows[1:] < count)
     kept = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32)))
     hidden = streams.reshape(window.shape[0], -1)
-    state = State(
+    state = replace(
+        state,
         blocks=tuple(advance_block(b, a, kept) for b, a in zip(state.blocks, after, strict=True)),
-        draft=state.draft,
         ple_history=None if ple_inputs is None else ple.advance(ple_inputs, kept, spec.geometry),
         hidden=hidden[kept - 1],
     )
@@ -138,22 +139,26 @@ def draft(
         arena, state, drafts i32[num_drafts], how many of them in a row reach ``min_p``, expert counts.
     """
     run = partial(feed_draft, weights, banks[-1], tables, spec=spec)
-    streams, arena, index, counts = run(arena, state.draft, tokens, hidden, start, count)
+    streams, arena, after, counts = run(arena, state.draft, tokens, hidden, start, count)
+    fed, before_last = advance_block(state.draft, after, count), advance_block(state.draft, after, count - 1)
     last = jax.lax.dynamic_slice_in_dim(streams, count - 1, 1)
-    committed = index  # of what later drafts do only the keys remain, which the next round overwrites in time
     token, prob = _pick(weights, last, spec)
 
     def step(carry: tuple, i: jax.Array) -> tuple[tuple, tuple[jax.Array, jax.Array]]:
         arena, index, token, h, total = carry
-        streams, arena, index, more = run(arena, index, token, h.reshape(1, -1), start + count + i, jnp.int32(1))
+        streams, arena, after, more = run(arena, index, token, h.reshape(1, -1), start + count + i, jnp.int32(1))
         nxt, prob = _pick(weights, streams, spec)
-        return (arena, index, nxt, streams, total + more), (nxt[0], prob)
+        return (arena, advance_block(index, after, jnp.int32(1)), nxt, streams, total + more), (nxt[0], prob)
 
-    carry = (arena, index, token, last, no_counts())
-    (arena, index, _, _, more), (tokens_after, probs_after) = jax.lax.scan(step, carry, jnp.arange(num_drafts - 1))
+    carry = (arena, fed, token, last, no_counts())
+    (arena, drafted, _, _, more), (tokens_after, probs_after) = jax.lax.scan(step, carry, jnp.arange(num_drafts - 1))
     drafts = jnp.concatenate([token, tokens_after])
     good = jnp.cumprod((jnp.concatenate([prob[None], probs_after]) >= min_p).astype(jnp.int32))
-    state = State(state.blocks, _keep_tail(committed, index), state.ple_history, state.hidden)
+    # of what the later drafts did only the keys of blocks remain, which the next round overwrites in time
+    index = fed
+    if isinstance(drafted, IndexState) and isinstance(fed, IndexState):
+        index = IndexState(drafted.keys, fed.tail)
+    state = replace(state, draft=index, draft_tail=tail_of(before_last))
     return arena, state, drafts, jnp.sum(good), counts + more
 
 
@@ -168,26 +173,24 @@ def feed_draft(
     start: jax.Array,
     count: jax.Array,
     spec: ModelSpec,
-) -> tuple[jax.Array, jax.Array, SequenceState, ExpertCounts]:
-    """Run the MTP block on ``count`` of T tokens and advance its index state past them.
+) -> tuple[jax.Array, jax.Array, Any, ExpertCounts]:
+    """Run the MTP block on ``count`` of T tokens.
 
     Returns:
-        streams f32[T, C, E], arena, index state, expert counts.
+        streams f32[T, C, E], arena, what `advance_block` needs, expert counts.
     """
     assert weights.draft is not None
     g = spec.geometry
     layer = g.num_layers
-    streams, arena, after, counts = block(
+    return block(
         draft_inputs(weights, tokens, hidden, g), weights.draft.block, bank, arena, tables.expert_pages(layer),
         tables.kv_pages[spec.attention_index(layer)], index, start, count, spec,
     )  # fmt: skip
-    return streams, arena, advance_block(index, after, count), counts
 
 
-def _keep_tail(committed: SequenceState, drafted: SequenceState) -> SequenceState:
-    if isinstance(committed, IndexState) and isinstance(drafted, IndexState):
-        return IndexState(drafted.keys, committed.tail)
-    return committed
+def tail_of(state: SequenceState) -> jax.Array | None:
+    """The raw index keys of an attention block's incomplete blocks; None for dense attention."""
+    return state.tail if isinstance(state, IndexState) else None
 
 
 def _pick(weights: Weights, streams: jax.Array, spec: ModelSpec) -> tuple[jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from strata_jax.engine import attention, gdn, ple
 from strata_jax.engine.arena import CellLayout, Tables
+from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.load import PLE_TABLE, load_bank, load_weights
 from strata_jax.engine.matrix import NATIVE_DTYPES
@@ -91,16 +92,18 @@ class Engine:
         draft = states.pop() if self.plan.with_draft else None
         width = g.num_streams * g.embed_width
         history = None if g.ple_layer is None else jnp.zeros((ple.history_rows(g), width), jnp.float32)
-        return State(tuple(states), draft, history, jnp.zeros(width, jnp.float32))
+        tail = None if draft is None else tail_of(attention.empty_state(g, g.compress_ratio[-1], cells))
+        return State(tuple(states), draft, tail, history, jnp.zeros(width, jnp.float32))
 
-    def ple_rows(self, tokens: list[int], start: int, count: int, num_rows: int) -> np.ndarray | None:
-        """Packed n-gram rows of the tokens at ``start ..``, padded to ``num_rows`` tokens; None without a table."""
+    def ple_rows(self, before: list[int], tokens: list[int], num_rows: int) -> np.ndarray | None:
+        """Packed n-gram rows of ``tokens``, which follow ``before``, padded to ``num_rows``; None without a table."""
         if self.geometry.ple_layer is None:
             return None
         table = self.file.data(PLE_TABLE)
-        rows = table[ple.table_rows(tokens, start, count, self.geometry)]
+        context = before[len(before) - min(len(before), self.geometry.ple_ngram_size - 1) :]
+        rows = table[ple.table_rows(context + tokens, len(context), len(tokens), self.geometry)]
         packed = np.zeros((num_rows, *rows.shape[1:]), np.uint8)
-        packed[:count] = rows
+        packed[: len(tokens)] = rows
         type_name = self.file.tensors[PLE_TABLE].type_name
         return packed.view(NATIVE_DTYPES[type_name]) if type_name in NATIVE_DTYPES else packed
 

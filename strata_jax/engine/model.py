@@ -66,13 +66,15 @@ class State:
 
     Attributes:
         blocks: recurrent or index state of each trunk block.
-        draft: index state of the MTP block.
+        draft: index state of the MTP block, past the token that was chosen last but is not yet committed.
+        draft_tail: that state's tail at the last committed token, from which a further prompt goes on.
         ple_history: f32[history_rows, C*E], None without a table.
         hidden: f32[C*E], the trunk's final streams at the last committed token (zeros before the first).
     """
 
     blocks: tuple[SequenceState, ...]
     draft: SequenceState
+    draft_tail: jax.Array | None
     ple_history: jax.Array | None
     hidden: jax.Array
 

@@ -196,8 +196,8 @@ def _draft_chunk(
 ) -> tuple[jax.Array, jax.Array, SequenceState, jax.Array, ExpertCounts]:
     flat = streams.reshape(streams.shape[0], -1)
     before = jnp.concatenate([hidden[None], flat[:-1]])
-    out, arena, index, counts = feed_draft(weights, bank, tables, arena, index, tokens, before, start, count, spec)
-    return out, arena, index, flat[count - 1], counts
+    out, arena, after, counts = feed_draft(weights, bank, tables, arena, index, tokens, before, start, count, spec)
+    return out, arena, advance_block(index, after, count), flat[count - 1], counts
 
 
 def _last_hidden(streams: jax.Array, count: jax.Array) -> jax.Array:

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strata_jax.engine.attention import IndexState
+from strata_jax.engine.decode import tail_of
 from strata_jax.engine.engine import Engine
-from strata_jax.engine.experts import ExpertCounts
+from strata_jax.engine.experts import ExpertCounts, no_counts
 from strata_jax.engine.model import State
 from strata_jax.engine.sampler import SamplingArrays, sampling_arrays
 from strata_jax.errors import ConfigError, DoesNotFit
@@ -82,6 +84,8 @@ class Session:
             DoesNotFit: more tokens than cells are left.
         """
         self._check_tokens(tokens)
+        if want == "draft" and not self.drafts_usable:
+            raise ConfigError("draft logits: the draft block is not loaded (spec.window=1) or has not seen all tokens")
         rows: list[np.ndarray] = []
         chunk = self.engine.plan.chunk_tokens
         for first in range(0, len(tokens), chunk):
@@ -105,23 +109,27 @@ class Session:
         The first record holds the token chosen from ``first_logits``. Ends after a stop id, at ``max_tokens`` or at the
         end of the context.
         """
+        self._check_owner()
         engine, how = self.engine, sampling_arrays(sampling or Sampling())
         num_drafts = engine.plan.spec_window - 1 if draft and self.drafts_usable else 0
+        self.drafts_usable = num_drafts > 0  # tokens decoded without drafts are missing in the MTP block's cache
         started = engine.programs.clock_s()
         token = int(engine.programs.sample(jnp.asarray(first_logits[-1:]), np.int32(len(self.tokens)), how)[0])
-        drafts: list[int] = []
-        if num_drafts and self.num_cells_left > 0:
-            engine.arena, self.state, proposed, good, _ = engine.programs.first_window(
+        yield RoundRecord(len(self.tokens), 1, (token,), engine.programs.clock_s() - started, 0, 0)
+        left = max_tokens - 1
+        drafts, counts = [], no_counts()
+        if num_drafts and left > 0 and token not in stop_ids and self.num_cells_left > 0:
+            self._check_owner()
+            engine.arena, self.state, proposed, good, counts = engine.programs.first_window(
                 num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, self.state,
                 np.array([token], np.int32), self.state.hidden[None], np.int32(len(self.tokens)), np.int32(1),
                 np.float32(min_p),
             )  # fmt: skip
             drafts = np.asarray(proposed)[: int(good)].tolist()
-        yield RoundRecord(len(self.tokens), 1, (token,), engine.programs.clock_s() - started, 0, 0)
-        left = max_tokens - 1
         while left > 0 and token not in stop_ids and self.num_cells_left > 0:
             window = [token, *drafts][: min(left, self.num_cells_left)]
-            record, drafts, _ = self._round(window, [], how, min_p, num_drafts)
+            record, drafts, _ = self._round(window, [], how, min_p, num_drafts, counts)
+            counts = no_counts()
             yield record
             left -= len(record.emitted)
             if stop_ids.intersection(record.emitted):
@@ -134,12 +142,15 @@ class Session:
         self.drafts_usable = False  # the MTP block does not see these tokens
         how = sampling_arrays(Sampling())
         for i, token in enumerate(tokens):
-            record, _, scores = self._round([token], list(tokens[i + 1 : i + 2]), how, 0.0, 0)
+            record, _, scores = self._round([token], list(tokens[i + 1 : i + 2]), how, 0.0, 0, no_counts())
             yield record, np.asarray(scores[0])
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
+    def _check_owner(self) -> None:
         if self.engine.owner is not self:
             raise RuntimeError("the K/V cells of this sequence were taken over by a later one")
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        self._check_owner()
         self.engine.geometry.check_token_ids(tokens)
         if len(tokens) > self.num_cells_left:
             raise DoesNotFit(
@@ -153,8 +164,11 @@ class Session:
         padded = next(size for size in engine.plan.prefill_buckets if size >= len(part))
         ids = np.zeros(padded, np.int32)
         ids[: len(part)] = part
-        rows = engine.ple_rows(self.tokens + part, int(start), len(part), padded)
+        rows = engine.ple_rows(self.tokens, part, padded)
         state, blocks, totals = self.state, list(self.state.blocks), []
+        draft_state, tail = state.draft, state.draft_tail
+        if isinstance(draft_state, IndexState) and tail is not None:
+            draft_state = IndexState(draft_state.keys, tail)  # forget a token that was chosen but never committed
         streams, arena, history = programs.embed(weights, ids), engine.arena, state.ple_history
         attention_row = 0
         for layer, w in enumerate(weights.blocks):
@@ -172,7 +186,7 @@ class Session:
                 )
                 attention_row += 1
             totals.append(counts)
-        draft_state, draft_streams = state.draft, None
+        draft_streams = None
         if engine.plan.with_draft:
             draft_streams, arena, draft_state, hidden, counts = programs.draft_chunk(
                 weights, engine.banks[-1], tables, arena, draft_state, ids, streams, state.hidden, start, count
@@ -181,7 +195,7 @@ class Session:
         else:
             hidden = programs.last_hidden(streams, count)
         engine.arena = arena
-        self.state = State(tuple(blocks), draft_state, history, hidden)
+        self.state = State(tuple(blocks), draft_state, _copy(tail_of(draft_state)), history, hidden)
         self.tokens += part
         out = self._chunk_logits(want, streams, draft_streams, len(part))
         lookups, hits = _totals(totals)
@@ -195,22 +209,30 @@ class Session:
         if want == "all":
             return [np.asarray(programs.all_heads(weights.out_mixer, weights.head, streams))[:n]]
         if want == "draft":
-            if draft_streams is None or weights.draft is None:
-                raise ConfigError("draft logits were asked for, but the draft block is not loaded (spec.window=1)")
+            assert weights.draft is not None
+            assert draft_streams is not None
             return [np.asarray(programs.all_heads(weights.draft.out_mixer, weights.head, draft_streams))[:n]]
         return []
 
     def _round(
-        self, window: list[int], forced: list[int], how: SamplingArrays, min_p: float, num_drafts: int
+        self,
+        window: list[int],
+        forced: list[int],
+        how: SamplingArrays,
+        min_p: float,
+        num_drafts: int,
+        earlier: ExpertCounts,
     ) -> tuple[RoundRecord, list[int], jax.Array]:
         """Verify a window; returns the record, the drafts worth verifying next, and the logits f32[T, V]."""
+        self._check_owner()
         engine, started, start = self.engine, self.engine.programs.clock_s(), len(self.tokens)
-        # two programs per engine: a lone token, and the full window with unused rows masked
-        size = 1 if len(window) == 1 else engine.plan.spec_window
+        # two programs at most: the full window with unused rows masked, and a lone token where that is the rule
+        lone = len(window) == 1 and (num_drafts == 0 or min_p > 0)
+        size = 1 if lone else engine.plan.spec_window
         ids, wanted = np.zeros(size, np.int32), np.full(size, -1, np.int32)
         ids[: len(window)] = window
         wanted[: len(forced)] = forced
-        rows = engine.ple_rows(self.tokens + window, start, len(window), size)
+        rows = engine.ple_rows(self.tokens, window, size)
         engine.arena, self.state, out = engine.programs.decode(
             num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, self.state, ids,
             np.int32(len(window)), np.int32(start), rows, wanted, how, np.float32(min_p),
@@ -219,9 +241,14 @@ class Session:
         emitted = tuple(np.asarray(out.tokens)[:kept].tolist())
         drafts = np.asarray(out.next_drafts)[: int(out.num_drafts)].tolist()
         self.tokens += window[:kept]
-        lookups, hits = _totals([out.counts])
+        lookups, hits = _totals([earlier, out.counts])
         seconds = engine.programs.clock_s() - started
         return RoundRecord(start, len(window), emitted, seconds, lookups, hits), drafts, out.logits
+
+
+def _copy(x: jax.Array | None) -> jax.Array | None:
+    """A second buffer: one array cannot be donated twice in a call."""
+    return None if x is None else jnp.copy(x)
 
 
 def _totals(counts: list[ExpertCounts]) -> tuple[int, int]:

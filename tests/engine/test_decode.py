@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from strata_jax.engine.engine import Engine
+from strata_jax.engine.experts import no_counts
 from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.session import RoundRecord, Session
+from strata_jax.errors import ConfigError
 from strata_jax.sampling import Sampling
 from tests.engine.conftest import LoadEngine, load
 from tests.oracle import llama
@@ -51,7 +53,7 @@ def test_a_window_equals_as_many_single_steps(echo_engine: Engine, size: int) ->
     session.prefill(PROMPT)
     windows = []
     for first in range(0, 12, size):
-        record, _, logits = session._round(text[first : first + size], [], how, 0.0, 3)
+        record, _, logits = session._round(text[first : first + size], [], how, 0.0, 3, no_counts())
         assert list(record.emitted) == text[first + 1 : first + size + 1]  # the right drafts are all accepted
         windows.append(np.asarray(logits)[:size])
     assert np.abs(np.concatenate(windows) - stepped).max() <= 2e-5
@@ -159,10 +161,31 @@ def test_min_p_keeps_doubtful_drafts_out_of_the_window(echo_engine: Engine) -> N
 
 def test_a_sequence_that_lost_its_cells_cannot_go_on(echo_engine: Engine) -> None:
     first = Session(echo_engine)
-    first.prefill(PROMPT)
+    logits = first.prefill(PROMPT)
     Session(echo_engine)
     with pytest.raises(RuntimeError, match="taken over"):
         first.prefill(PROMPT)
+    with pytest.raises(RuntimeError, match="taken over"):
+        next(first.decode(logits, max_tokens=2))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 20])
+def test_a_further_prompt_after_decoding_equals_one_prompt(echo_engine: Engine, count: int) -> None:
+    session = Session(echo_engine)
+    logits = session.prefill(PROMPT)
+    list(session.decode(logits, max_tokens=count))
+    turn = CASE.token_ids[200:230]
+    whole = [*session.tokens, *turn]
+    continued = session.prefill(turn, want="draft")
+    assert np.abs(continued - Session(echo_engine).prefill(whole, want="draft")[-len(turn) :]).max() <= 2e-5
+
+
+def test_draft_logits_after_tokens_that_the_draft_block_missed_are_refused(echo_engine: Engine) -> None:
+    session = Session(echo_engine)
+    session.prefill(PROMPT)
+    list(session.force(PROMPT[:3]))
+    with pytest.raises(ConfigError, match="has not seen all tokens"):
+        session.prefill(PROMPT, want="draft")
 
 
 def test_same_seed_same_text_and_other_seed_other_text(echo_engine: Engine) -> None:

@@ -21,7 +21,8 @@ from tests.engine.conftest import load
 from tests.oracle import ggml, llama
 from tests.oracle.models import ModelStore, sample_tokens
 
-# a GDN layer with the n-gram table, an attention layer, the draft block; rows of 256 where a K or IQ type goes
+# a GDN layer with the n-gram table, an attention layer, the draft block; rows of 256 where a K or IQ type goes.
+# Files of one type do without the second layer (the draft block has the same tensors): programs take long to compile.
 SMALL: dict[str, object] = {
     "num_layers": 2, "full_attention_interval": 2, "ple_layer": 0, "num_experts": 4, "num_experts_used": 2,
     "gdn_value_heads": 2,
@@ -72,8 +73,9 @@ def logits(engine: Engine, *, steps: bool) -> Logits:
 
 
 def small(models: ModelStore, recipe: str) -> Path:
-    """The small model with every matrix of one type, or of the type that llama.cpp takes where rows do not allow it."""
-    source = models.synthetic("tiny", 0, overrides=SMALL)
+    """A small model with every matrix of one type, or of the type that llama.cpp takes where rows do not allow it."""
+    layers = {} if recipe in COMPARED else {"num_layers": 1}  # llama.cpp aborts on a trunk without attention
+    source = models.synthetic("tiny", 0, overrides=SMALL | layers)
     if recipe == "F32":
         return source
     return models.made(f"small-{recipe}.gguf", lambda path: ggml.quantize_gguf(source, path, RECIPES[recipe]) and None)
@@ -93,14 +95,14 @@ def engines(models: ModelStore) -> Callable[[str], Engine]:
 
 
 @pytest.fixture(scope="module")
-def float_programs() -> list[Programs]:
-    """Programs for the float32 expansions: all have the same shapes, so one set serves them."""
-    return []
+def float_programs() -> dict[int, Programs]:
+    """Programs for the float32 expansions by number of blocks: they have the same shapes, so one set serves them."""
+    return {}
 
 
 @pytest.mark.parametrize("recipe", ["F32", *RECIPES])
 def test_logits_are_those_of_the_float32_expansion_from_arena_and_bank(
-    recipe: str, models: ModelStore, engines: Callable[[str], Engine], float_programs: list[Programs]
+    recipe: str, models: ModelStore, engines: Callable[[str], Engine], float_programs: dict[int, Programs]
 ) -> None:
     engine = engines(recipe) if recipe in COMPARED else load(small(models, recipe), **SETTINGS)
     if recipe in TYPES:
@@ -110,8 +112,7 @@ def test_logits_are_those_of_the_float32_expansion_from_arena_and_bank(
 
     expansion = load(models.expanded(small(models, recipe)), **SETTINGS)
     assert {t.type_name for t in expansion.geometry.tensor_types.values()} == {"F32"}
-    expansion.programs = float_programs[0] if float_programs else expansion.programs
-    float_programs[:] = [expansion.programs]
+    expansion.programs = float_programs.setdefault(len(expansion.banks), expansion.programs)
     expected = logits(expansion, steps=steps)
     names = ("chunks", "draft", "steps")[: 3 if steps else 2]
     for name in names:
@@ -206,5 +207,5 @@ def test_a_tied_head_is_one_array(models: ModelStore) -> None:
 def _assert_types(engine: Engine, type_name: str) -> None:
     """All matrices are of the type but those that stay float32 or have rows too short for its blocks."""
     found = Counter(t.type_name for t in engine.geometry.tensor_types.values() if len(t.shape) > 1)
-    assert found[type_name] >= 40, found
+    assert found[type_name] >= 28, found
     assert {part.type_name for bank in engine.banks for part in bank.layout.parts} == {type_name}

@@ -65,6 +65,13 @@ def test_filters_keep_what_the_reference_chain_keeps_and_weigh_it_alike(scale: f
     assert len(kept) > 5
 
 
+def test_filters_that_are_off_keep_tokens_of_next_to_no_weight() -> None:
+    """A running sum of probabilities rounds to 1 long before them."""
+    logits = jnp.asarray([[0.0, -18.0, -25.0, -60.0]])
+    weights, _ = FILTERED(logits, sampling_arrays(Sampling(temperature=1.0)))
+    np.testing.assert_array_equal(weights, logits)
+
+
 def test_temperature_comes_last() -> None:
     """A high temperature would let more tokens through top-p and min-p if it came before them."""
     logits = np.array([4.0, 2.0, 1.0, 0.0], np.float32)
