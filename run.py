@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except KeyboardInterrupt as error:
-        print(f"interrupted: {error or 'by the keyboard'}", file=sys.stderr)
+        print(f"interrupted: {str(error) or 'by the keyboard'}", file=sys.stderr)
         return EXIT_TERMINATED if "SIGTERM" in str(error) else EXIT_INTERRUPTED
 
 

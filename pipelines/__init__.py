@@ -15,6 +15,10 @@ def run_pipeline(config: RunConfig, record: RunRecord) -> dict[str, Any]:
             from pipelines import generate
 
             return generate.run(config, record)
+        case PipelineName.inspect:
+            from pipelines import inspect
+
+            return inspect.run(config, record)
         case PipelineName.logits:
             from pipelines import logits
 

@@ -15,7 +15,7 @@ from strata_jax.geometry import Geometry
 from strata_jax.gguf.chat import ChatTemplate
 from strata_jax.gguf.reader import GGUFFile, open_gguf
 from strata_jax.gguf.tokenizer import Tokenizer
-from strata_jax.hardware import Hardware, describe_local, resolve_hardware
+from strata_jax.hardware import Hardware
 from strata_jax.memory.layout import KIB
 from strata_jax.memory.ledger import Memory, Phase
 from strata_jax.memory.plan import MemoryPlan, plan
@@ -23,7 +23,7 @@ from strata_jax.memory.request import AUTO_CHUNK_MAX_TOKENS, PlanRequest
 from strata_jax.memory.table import plan_text
 from strata_jax.report.progress import slow_step
 from strata_jax.report.record import RunRecord
-from strata_jax.runtime import start_jax
+from strata_jax.runtime import describe_target, device_budget_bytes, start_jax
 from strata_jax.synthetic import builtin_model_path
 from strata_jax.workloads import Request, requests_of
 
@@ -41,13 +41,17 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-def open_model(config: RunConfig) -> tuple[GGUFFile, Geometry]:
-    """Open the model's header: the given file, or the built-in model (made on first use)."""
+def model_path(config: RunConfig) -> Path:
+    """The given file, or the built-in model (made on first use)."""
     if config.model.path:
-        path = Path(config.model.path)
-    else:
-        with slow_step("making the built-in model"):
-            path = builtin_model_path(seed=config.model.seed)
+        return Path(config.model.path).expanduser()
+    with slow_step("making the built-in model"):
+        return builtin_model_path(seed=config.model.seed)
+
+
+def open_model(config: RunConfig) -> tuple[GGUFFile, Geometry]:
+    """Open the model's header."""
+    path = model_path(config)
     file = open_gguf(path)
     geometry = Geometry.from_gguf(file)
     for warning in geometry.warnings:
@@ -76,11 +80,21 @@ def read_prompts(config: RunConfig, file: GGUFFile, geometry: Geometry) -> tuple
 
 
 def make_plan(
-    config: RunConfig, geometry: Geometry, prompts: list[Prompt], record: RunRecord, *, all_logits: bool = False
+    config: RunConfig,
+    geometry: Geometry,
+    prompts: list[Prompt],
+    record: RunRecord,
+    *,
+    all_logits: bool = False,
+    with_output: bool = True,
 ) -> tuple[MemoryPlan, Hardware]:
-    """Plan the memory for these prompts, print the plan, and write it down. Nothing is allocated before this."""
-    hardware = resolve_hardware(config.hardware, describe_local())
-    need = max((len(p.token_ids) + _num_output_tokens(p.request) for p in prompts), default=None)
+    """Plan the memory for these prompts, print the plan, and write it down. Nothing is allocated before this.
+
+    with_output: whether the requests' output tokens need cells too.
+    """
+    hardware = describe_target(config)
+    usable_bytes = device_budget_bytes(config, hardware)
+    need = max((_needed_cells(p, config, geometry, with_output=with_output) for p in prompts), default=None)
     request = PlanRequest(
         context_cells=_given(config.model.max_context),
         workload_cells=need,
@@ -91,15 +105,16 @@ def make_plan(
         kv_type=config.kv.type.name,
         spec_window=config.spec.window,
         all_logits=all_logits,
-        device_budget_bytes=hardware.vram_bytes,
-        reserve_bytes=hardware.vram_reserve_bytes if hardware.vram_bytes is not None else 0,
+        device_budget_bytes=None if usable_bytes is None else usable_bytes + hardware.vram_reserve_bytes,
+        reserve_bytes=0 if usable_bytes is None else hardware.vram_reserve_bytes,
         host_budget_bytes=hardware.ram_budget_bytes,
         shared_memory=hardware.gpu is None,
     )
     made = plan(geometry, request)
     text = plan_text(made)
     record.write_plan(made.to_json(), text)
-    print(f"Memory plan of {geometry.name}\n{text}")
+    print(f"Memory plan of {geometry.name}\n{text}", *(f"- {note}\n" for note in hardware.notes), sep="")
+    record.write_json("hardware.json", hardware)
     return made, hardware
 
 
@@ -127,8 +142,21 @@ def load_engine(
     return engine
 
 
-def _num_output_tokens(request: Request) -> int:
-    return len(request.forced_token_ids) if request.forced_token_ids is not None else request.max_output_tokens
+def _needed_cells(prompt: Prompt, config: RunConfig, geometry: Geometry, *, with_output: bool) -> int:
+    """Cells that a request needs; the last token of an output needs none.
+
+    An output length that nobody asked for gives way to a given context and to the model's own: the output ends there.
+    """
+    num_prompt, request = len(prompt.token_ids), prompt.request
+    if not with_output:
+        return num_prompt
+    if request.forced_token_ids is not None:
+        return num_prompt + len(request.forced_token_ids)
+    need = num_prompt + request.max_output_tokens - 1
+    if config.workload.max_output_tokens != AUTO:
+        return need
+    limit = geometry.context_length if config.model.max_context == AUTO else int(config.model.max_context)
+    return max(num_prompt, min(need, limit))
 
 
 def _given(value: int | str) -> int | None:

@@ -23,17 +23,23 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
             "give workload.token_ids or workload.prompt"
         )
     ids = prompts[0].token_ids
-    plan, hardware = make_plan(config, geometry, prompts, record, all_logits=True)
+    plan, hardware = make_plan(config, geometry, prompts, record, all_logits=True, with_output=False)
     engine = load_engine(config, hardware, file, geometry, plan, record)
     from strata_jax.engine.session import Session
 
     session, started_s = Session(engine), engine.programs.clock_s()
+    path = record.directory / "logits.npy"
+    # straight into the file: all positions of a long prompt need more memory than the model
+    rows = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(len(ids), geometry.vocab_size))
     if config.workload.batching is Batching.step:
-        rows = np.stack([logits for _, logits in session.force(ids)])
+        for i, (_, logits) in enumerate(session.force(ids)):
+            rows[i] = logits
     else:
-        rows = session.prefill(ids, want="all")
+        for first in range(0, len(ids), plan.chunk_tokens):
+            part = ids[first : first + plan.chunk_tokens]
+            rows[first : first + len(part)] = session.prefill(part, want="all")
+    rows.flush()
     seconds = engine.programs.clock_s() - started_s
-    path = record.save_array("logits", rows)
     console().print(f"{path}: float32 {rows.shape[0]:,} x {rows.shape[1]:,}, std {rows.std():.3f}")
     return {
         "num_requests": 1,

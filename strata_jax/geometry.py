@@ -178,6 +178,12 @@ class Geometry:
                     f"tensor {tensor.name!r} is stored as {tensor.type_name}, which the engine does not decode; "
                     f"it decodes {', '.join(sorted(ENGINE_TYPES))}. Requantise the model with one of these"
                 )
+            is_vector = len(tensor.shape) == 1 or tensor.name.endswith("conv1d.weight")
+            if is_vector and tensor.type_name not in ("F32", "F16", "BF16"):
+                raise FormatError(
+                    f"tensor {tensor.name!r} is stored as {tensor.type_name}; vectors and convolutions must be F32, "
+                    "F16 or BF16. Requantise the model without touching them"
+                )
 
 
 def attention_layer_indices(num_layers: int, full_attention_interval: int) -> tuple[int, ...]:

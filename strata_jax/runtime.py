@@ -20,7 +20,7 @@ from typing import Any
 
 from strata_jax.config.schema import AUTO, Platform, RunConfig
 from strata_jax.errors import ConfigError
-from strata_jax.hardware import GIB, MIB, Hardware, cpu_model
+from strata_jax.hardware import GIB, MIB, Hardware, cpu_model, describe_local, resolve_hardware
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,21 @@ class RuntimeEnv:
     memory_limit_bytes: int | None
     """Device memory JAX may take; None on the CPU."""
     compilation_cache_dir: Path | None
+
+
+def describe_target(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Hardware:
+    """Return the machine that the settings ask for: without its GPU where the run computes on the CPU.
+
+    Raises ConfigError for sizes that this machine does not have, and for a share of a GPU's memory without a GPU.
+    """
+    on_cpu = config.engine.platform is Platform.cpu or environ.get(PLATFORMS, "").split(",")[0] == "cpu"
+    hardware = resolve_hardware(config.hardware, describe_local(look_for_gpu=not on_cpu))
+    if config.engine.mem_fraction != AUTO and hardware.gpu is None:
+        raise ConfigError(
+            f"engine.mem_fraction={config.engine.mem_fraction}: there is no GPU in this run, so there is no device"
+            " memory to take a share of. Leave it at auto; hardware.vram_mib lets the CPU stand in for a card."
+        )
+    return hardware
 
 
 def device_budget_bytes(config: RunConfig, hardware: Hardware) -> int | None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from strata_jax import runtime
 from strata_jax.config import EngineConfig, HardwareConfig, Platform, RunConfig
 from strata_jax.errors import ConfigError
 from strata_jax.hardware import GIB, MIB, Gpu, Hardware, resolve_hardware
-from strata_jax.runtime import check_limit, default_cache_dir, plan_runtime, prepare_jax
+from strata_jax.runtime import check_limit, default_cache_dir, describe_target, plan_runtime, prepare_jax
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CARD = Gpu("Some GPU", 16_000 * MIB, 15_900 * MIB)
@@ -185,3 +186,24 @@ def test_a_card_can_stand_in_for_a_smaller_one() -> None:
     planned, reported = json.loads(done.stdout.splitlines()[-1])
     assert planned == (8151 - 590) * MIB
     assert abs(planned - reported) <= 0.01 * planned
+
+
+def test_a_run_on_the_cpu_of_a_gpu_machine_is_planned_without_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def found(*, look_for_gpu: bool = True) -> Hardware:
+        seen.append(look_for_gpu)
+        return machine(CARD if look_for_gpu else None)
+
+    monkeypatch.setattr(runtime, "describe_local", found)
+    assert describe_target(RunConfig(), {}).gpu is not None
+    assert describe_target(RunConfig(), {"JAX_PLATFORMS": "cpu"}).gpu is None
+    on_cpu = RunConfig(engine=EngineConfig(platform=Platform.cpu))
+    assert describe_target(on_cpu, {}).vram_bytes is None
+    assert seen == [True, False, False]
+
+
+def test_a_memory_fraction_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "describe_local", lambda *, look_for_gpu=True: machine())
+    with pytest.raises(ConfigError, match=r"engine\.mem_fraction=0\.5: there is no GPU in this run"):
+        describe_target(RunConfig(engine=EngineConfig(mem_fraction=0.5)), {})

@@ -230,6 +230,23 @@ def _pipeline_contradictions(config: RunConfig) -> list[str]:
                 "pipeline=logits and workload.forced_token_ids: nothing is generated. Put all ids in"
                 " workload.token_ids."
             )
+    if pipeline not in (PipelineName.generate, PipelineName.plan) and workload.requests != 1:
+        problems.append(
+            f"workload.requests={workload.requests} and pipeline={pipeline.name}: only pipeline=generate runs the"
+            " requests more than once. Leave requests out."
+        )
+    if pipeline in (PipelineName.logits, PipelineName.inspect):
+        for key, neutral in (("temperature", 0.0), ("stop", []), ("ignore_eos", False)):
+            value = getattr(workload, key)
+            if value != neutral:
+                problems.append(
+                    f"workload.{key}={show(value)} and pipeline={pipeline.name}: nothing is generated, so {key} has no"
+                    f" effect. Leave {key} out."
+                )
+    if config.spec.window == 1 and config.spec.min_p != 0.0:
+        problems.append(
+            f"spec.window=1 and spec.min_p={config.spec.min_p}: without drafts min_p has no effect. Leave one out."
+        )
     if config.model.path is not None and config.model.seed != 0:
         problems.append(
             f"model.path={show(config.model.path)} and model.seed={config.model.seed}: the seed makes the weights of a"

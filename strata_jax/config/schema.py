@@ -61,6 +61,7 @@ class Batching(Enum):
 
 class PipelineName(Enum):
     generate = "generate"
+    inspect = "inspect"
     logits = "logits"
     parity = "parity"
     plan = "plan"
@@ -125,7 +126,7 @@ class HardwareConfig:
     ram_reserve_mib: int | str = setting(
         AUTO, "host memory left free; auto: a quarter of it, 4,864 at most", unit="MiB", low=0, high=1_073_741_824
     )
-    cores: int | str = setting(AUTO, "CPU cores to plan with; auto: the cores this process may use", low=1, high=4096)
+    cores: int | str = setting(AUTO, "CPU cores to plan with, for the simulator", low=1, high=4096, available=False)
     os: str = setting(AUTO, "operating system of the profile", available=False)
     pcie_gb_s: float | int | str = setting(
         AUTO, "host to device bandwidth, for the simulator", unit="GB/s", available=False
@@ -178,7 +179,11 @@ class KvConfig:
 @dataclass
 class CacheConfig:
     slots: int | str = setting(
-        AUTO, "expert slots on the device; auto: as many as fit", unit="experts", low=1, high=1_048_576
+        AUTO,
+        "expert slots on the device; auto: as many as fit, on a CPU those of one token",
+        unit="experts",
+        low=0,
+        high=1_048_576,
     )
     replacement: Replacement = setting(
         Replacement.static, "which expert leaves when another one comes in", available=("static",)

@@ -27,3 +27,17 @@ def slow_step(what: str) -> Iterator[None]:
     seconds = time.perf_counter() - started
     if seconds > SLOW_S:
         log.info("%s: %.1f s", what, seconds)
+
+
+class SlowProgress:
+    """Says where a long loop is, at most once a second, and nothing of loops that are done sooner."""
+
+    def __init__(self) -> None:
+        self._said_s = time.perf_counter()
+
+    def at(self, where: str) -> None:
+        """Log ``where`` if a second has passed since the last line."""
+        now_s = time.perf_counter()
+        if now_s - self._said_s > SLOW_S:
+            self._said_s = now_s
+            log.info("%s", where)

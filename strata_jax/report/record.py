@@ -40,7 +40,11 @@ OWN_FILES = (
     "metrics.jsonl",
     "summary.json",
     "environment.json",
+    "hardware.json",
     "logits.npy",
+    "inspect.json",
+    "parity.json",
+    "parity.txt",
 )
 TEXT_FOLDER = "text"
 LOCK_FILE = ".record.lock"
@@ -86,6 +90,11 @@ class RunRecord:
                 record._close("failed", error)
                 raise
             record._close("ok", None)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The fields of summary.json so far."""
+        return dict(self._summary)
 
     def elapsed_s(self) -> float:
         """Return the seconds since the record was opened."""
@@ -148,11 +157,19 @@ class RunRecord:
         stream.flush()
 
     def _clear_earlier(self) -> None:
-        earlier = [self.directory / name for name in OWN_FILES if (self.directory / name).exists()]
-        earlier += sorted((self.directory / TEXT_FOLDER).glob("*.txt"))
-        if earlier:
-            log.warning("%s holds the record of an earlier run; it is replaced", self.directory)
-        for path in earlier:
+        """Remove the files of an earlier record; refuse to touch files of these names that are no record's."""
+        present = [self.directory / name for name in OWN_FILES if (self.directory / name).exists()]
+        texts = self.directory / TEXT_FOLDER
+        if not present and not texts.exists():
+            return
+        if not _is_record(self.directory / "environment.json"):
+            names = ", ".join(path.name for path in present) or f"{TEXT_FOLDER}/"
+            raise ConfigError(
+                f"hydra.run.dir={self.directory}: it holds {names}, which no earlier run wrote. Choose another"
+                " directory, or move them away."
+            )
+        log.warning("%s holds the record of an earlier run; it is replaced", self.directory)
+        for path in [*present, *sorted(texts.glob("*.txt"))]:
             path.unlink()
 
     def _close(self, status: str, error: BaseException | None) -> None:
@@ -168,6 +185,15 @@ class RunRecord:
             self._summary["error"] = {"type": type(error).__name__, "message": message, "expected": expected}
         self.write_json("environment.json", describe_environment())
         self.write_json("summary.json", complete(self._summary))
+
+
+def _is_record(environment: Path) -> bool:
+    """Say whether an environment.json is one that `RunRecord` wrote."""
+    try:
+        found = json.loads(environment.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"schema_version", "packages", "command"} <= set(found)
 
 
 def peak_ram_bytes() -> int | None:

@@ -1,7 +1,8 @@
 """The fields of `summary.json`. Every run writes all of them; what a run does not have is null.
 
-Times never mix: `compile_s` is apart from the run times, the first run is apart from the median of the others, and
-tokens that were computed (`fresh_tokens`) are apart from tokens whose state was still there (`reused_tokens`).
+Times never mix: `compile_s` is apart from the run times, and the first run is apart from the median of the others; rates
+are medians over the requests of the later runs where there are any. Tokens that were computed (`fresh_tokens`) are
+apart from tokens whose state was still there (`reused_tokens`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ FIELDS: Mapping[str, str] = {
     "ttft_ms": "from the request to its first token, median over requests, without compilation",
     "prompt_tok_s": "fresh prompt tokens a second, median over requests, without compilation",
     "decode_tok_s": "generated tokens a second after the first, median over requests, without compilation",
-    "hit_rate": "share of expert reads found in the arena",
+    "hit_rate": "decoding: share of routed (token, expert) pairs whose expert was in the arena",
+    "prompt_hit_rate": "the same for the prompts",
     "num_runs": "times the list of requests was run",
     "first_run_s": "the first run, without compilation",
     "median_run_s": "median of the runs after the first; null if there was one run",

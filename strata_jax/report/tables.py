@@ -30,6 +30,7 @@ RESULT_FIELDS = (
     "prompt_tok_s",
     "decode_tok_s",
     "hit_rate",
+    "prompt_hit_rate",
     "first_run_s",
     "median_run_s",
     "compile_s",

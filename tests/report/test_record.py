@@ -128,3 +128,16 @@ def test_values_become_plain_json() -> None:
     assert plain(value) == {"f16": [[0, 1], None, "a", [1, 3]], "b": [True, None, False]}
     with pytest.raises(TypeError, match="object"):
         plain(object())
+
+
+def test_files_that_no_run_wrote_are_refused_not_deleted(tmp_path: Path) -> None:
+    for name in ("logits.npy", "summary.json", "text/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    with (
+        pytest.raises(ConfigError, match=r"it holds summary\.json, logits\.npy, which no earlier run wrote"),
+        RunRecord.open(tmp_path, {}),
+    ):
+        pass
+    assert (tmp_path / "text" / "notes.txt").read_text() == "{}"
+    assert (tmp_path / "logits.npy").read_text() == "{}"
