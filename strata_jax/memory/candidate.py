@@ -228,6 +228,10 @@ def _fixed_entries(sizes: ModelSizes, request: PlanRequest, with_draft: bool) ->
         rule = f"{count} sparse layers x ({ratio} - 1) raw keys x {g.index_dim} x 4 B"
         tails = count * index_tail_bytes(g, ratio)
         entries.append(always(Owner.INDEX_KEYS, f"incomplete blocks of {ratio}", tails, rule))
+    if with_draft and g.compress_ratio[-1]:
+        ratio = g.compress_ratio[-1]
+        rule = f"the draft block's ({ratio} - 1) raw keys x {g.index_dim} x 4 B at the last committed token"
+        entries.append(always(Owner.INDEX_KEYS, "draft block before its last token", index_tail_bytes(g, ratio), rule))
     blocks = sizes.blocks(with_draft)
     rule = f"{g.num_experts} experts of {blocks} blocks, packed, matrices padded to 4 B"
     entries.append(always(Owner.BANK, "experts", bank_bytes(sizes, with_draft), rule, memory=Memory.HOST))
