@@ -1,8 +1,8 @@
 """The fields of `summary.json`. Every run writes all of them; what a run does not have is null.
 
 Times never mix: `compile_s` is apart from the run times, the first run is apart from the median of the others, and
-rates are medians over the requests of the later runs where there are any. Tokens that were computed (`fresh_tokens`) are
-apart from tokens whose state was still there (`reused_tokens`).
+rates are medians over the requests of the later runs where there are any. Tokens that were computed (`fresh_tokens`)
+are apart from tokens whose state was still there (`reused_tokens`).
 """
 
 from __future__ import annotations
