@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CONF = Path(__file__).resolve().parent / "conf"
 
-EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 2, 130, 143
+EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 0, 2, 130, 141, 143
 
 log = logging.getLogger("run")
 
@@ -36,6 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     except StrataError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
+    except BrokenPipeError:  # whoever read the output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again when it flushes
+        return EXIT_BROKEN_PIPE
     except KeyboardInterrupt as error:
         print(f"interrupted: {str(error) or 'by the keyboard'}", file=sys.stderr)
         return EXIT_TERMINATED if "SIGTERM" in str(error) else EXIT_INTERRUPTED
