@@ -13,11 +13,12 @@ from strata_jax.engine import attention, gdn, ple
 from strata_jax.engine.arena import CellLayout, Tables
 from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import LayerBank
-from strata_jax.engine.load import PLE_TABLE, load_bank, load_weights
+from strata_jax.engine.load import load_bank, load_weights
 from strata_jax.engine.matrix import NATIVE_DTYPES
 from strata_jax.engine.model import ModelSpec, State, Weights
 from strata_jax.engine.programs import Programs, Watch
 from strata_jax.geometry import Geometry
+from strata_jax.gguf.layout import PLE_TABLE
 from strata_jax.gguf.reader import GGUFFile
 from strata_jax.kv_types import cell_bytes
 from strata_jax.memory.ledger import Owner

@@ -19,8 +19,8 @@ from strata_jax.engine.matrix import Matrix, linear, matmul_t
 from strata_jax.geometry import Geometry
 from strata_jax.kernels.dequant import dequantize_words
 from strata_jax.memory.layout import expert_tile_rows
+from strata_jax.memory.request import MAX_WINDOW_TOKENS
 
-MAX_WINDOW_TOKENS = 8
 R = TypeVar("R")
 
 

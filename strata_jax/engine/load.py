@@ -14,9 +14,8 @@ from strata_jax.engine.matrix import Matrix, from_bytes
 from strata_jax.engine.model import BlockWeights, DraftWeights, Weights
 from strata_jax.engine.ple import PleWeights
 from strata_jax.geometry import Geometry
+from strata_jax.gguf.layout import PLE_TABLE
 from strata_jax.gguf.reader import GGUFFile
-
-PLE_TABLE = "per_layer_token_embd.weight"
 
 
 def load_weights(file: GGUFFile, g: Geometry, *, with_draft: bool) -> Weights:

@@ -17,8 +17,7 @@ import numpy as np
 from strata_jax.engine.layers import rms_norm
 from strata_jax.engine.matrix import Matrix, decode_rows, linear
 from strata_jax.geometry import Geometry
-
-DILATION = 3
+from strata_jax.memory.sizes import PLE_DILATION as DILATION
 
 
 @jax.tree_util.register_dataclass
