@@ -1,15 +1,21 @@
 """Reading and writing the paged arena inside compiled programs.
 
-The arena is one array ``u32[P, page_words]``. Experts sit in runs of consecutive pages, K/V cells in single pages
-behind a table; both are addressed through tables, so giving a page another owner is an edit of a table.
+The arena is a core array ``u32[P, page_words]`` and, where the plan has some, segments of the same width behind it;
+page numbers run through all of them. Experts sit in runs of consecutive pages of one array, K/V cells in single pages
+of the core behind a table; both are addressed through tables, so giving a page another owner is an edit of a table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
+
+Segments = tuple[jax.Array, ...]  # those that are there; lent ones are no operands
 
 
 @jax.tree_util.register_dataclass
@@ -19,7 +25,7 @@ class Tables:
 
     Attributes:
         slot_of: i32[L', X], the slot of each expert of each block (MTP block included), -1 = only in the bank.
-        slot_page: i32[S], the first page of each slot.
+        slot_page: i32[S], the first page of each slot, -1 = its pages hold K/V cells.
         kv_pages: i32[A, N], the page of the n-th group of K/V cells of each attention layer, -1 = not mapped.
     """
 
@@ -31,6 +37,20 @@ class Tables:
         """First arena page of every expert of a block, or -1: i32[X]."""
         slots = self.slot_of[layer]
         return jnp.where(slots >= 0, self.slot_page[jnp.maximum(slots, 0)], -1)
+
+
+def read_pages(arrays: Sequence[jax.Array], page: jax.Array, count: int) -> jax.Array:
+    """Read ``count`` consecutive pages of one of the arena's arrays: u32[count, page_words]."""
+
+    def read(array: jax.Array, first: int) -> jax.Array:
+        return jax.lax.dynamic_slice(array, (page - first if first else page, 0), (count, array.shape[1]))
+
+    core, *segments = arrays
+    if not segments:
+        return read(core, 0)
+    firsts = list(accumulate(array.shape[0] for array in arrays))[:-1]
+    which = sum((page >= first).astype(jnp.int32) for first in firsts)
+    return jax.lax.switch(which, [partial(read, array, first) for array, first in zip(arrays, (0, *firsts))])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.engine import ple
-from strata_jax.engine.arena import Tables
+from strata_jax.engine.arena import Segments, Tables
 from strata_jax.engine.attention import IndexState
 from strata_jax.engine.experts import ExpertCounts, LayerBank, no_counts
 from strata_jax.engine.model import (
@@ -60,6 +60,7 @@ def decode_step(
     banks: tuple[LayerBank, ...],
     tables: Tables,
     arena: jax.Array,
+    segments: Segments,
     state: State,
     window: jax.Array,
     count: jax.Array,
@@ -81,8 +82,9 @@ def decode_step(
         num_drafts: drafts to make for the next window (0 where the MTP block is not used).
     """
     streams, arena, after, ple_inputs, counts = trunk(
-        weights, banks, tables, arena, state, window, ple_rows, start, count, spec
+        weights, banks, tables, arena, segments, state, window, ple_rows, start, count, spec
     )
+    assert weights.head is not None
     scores = logits(streams, weights.out_mixer, weights.head, spec.geometry)
     rows = jnp.arange(window.shape[0])
     chosen = jnp.where(forced >= 0, forced, sample(scores, start + 1 + rows, how))
@@ -102,6 +104,7 @@ def decode_step(
             banks,
             tables,
             arena,
+            segments,
             state,
             chosen,
             hidden,
@@ -120,6 +123,7 @@ def draft(
     banks: tuple[LayerBank, ...],
     tables: Tables,
     arena: jax.Array,
+    segments: Segments,
     state: State,
     tokens: jax.Array,
     hidden: jax.Array,
@@ -139,16 +143,17 @@ def draft(
         arena, state, drafts i32[num_drafts], how many of them in a row reach ``min_p``, expert counts.
     """
     run = partial(feed_draft, weights, banks[-1], tables, spec=spec)
-    streams, arena, after, counts = run(arena, state.draft, tokens, hidden, start, count)
+    streams, arena, after, counts = run(arena, segments, state.draft, tokens, hidden, start, count)
     fed, before_last = advance_block(state.draft, after, count), advance_block(state.draft, after, count - 1)
     last = jax.lax.dynamic_slice_in_dim(streams, count - 1, 1)
     token, prob = _pick(weights, last, spec)
 
     def step(carry: tuple, i: jax.Array) -> tuple[tuple, tuple[jax.Array, jax.Array]]:
         arena, index, token, h, total = carry
-        streams, arena, after, more = run(arena, index, token, h.reshape(1, -1), start + count + i, jnp.int32(1))
+        before, one = h.reshape(1, -1), jnp.int32(1)
+        streams, arena, after, more = run(arena, segments, index, token, before, start + count + i, one)
         nxt, prob = _pick(weights, streams, spec)
-        return (arena, advance_block(index, after, jnp.int32(1)), nxt, streams, total + more), (nxt[0], prob)
+        return (arena, advance_block(index, after, one), nxt, streams, total + more), (nxt[0], prob)
 
     carry = (arena, fed, token, last, no_counts())
     (arena, drafted, _, _, more), (tokens_after, probs_after) = jax.lax.scan(step, carry, jnp.arange(num_drafts - 1))
@@ -167,6 +172,7 @@ def feed_draft(
     bank: LayerBank,
     tables: Tables,
     arena: jax.Array,
+    segments: Segments,
     index: SequenceState,
     tokens: jax.Array,
     hidden: jax.Array,
@@ -183,8 +189,8 @@ def feed_draft(
     g = spec.geometry
     layer = g.num_layers
     return block(
-        draft_inputs(weights, tokens, hidden, g), weights.draft.block, bank, arena, tables.expert_pages(layer),
-        tables.kv_pages[spec.attention_index(layer)], index, start, count, spec,
+        draft_inputs(weights, tokens, hidden, g), weights.draft.block, bank, arena, segments,
+        tables.expert_pages(layer), tables.kv_pages[spec.attention_index(layer)], index, start, count, spec,
     )  # fmt: skip
 
 
@@ -196,6 +202,7 @@ def tail_of(state: SequenceState) -> jax.Array | None:
 def _pick(weights: Weights, streams: jax.Array, spec: ModelSpec) -> tuple[jax.Array, jax.Array]:
     """The MTP block's best next token i32[1] and its probability."""
     assert weights.draft is not None
+    assert weights.head is not None
     scores = logits(streams, weights.draft.out_mixer, weights.head, spec.geometry)[0]
     best = jnp.argmax(scores)
     return best[None].astype(jnp.int32), jax.nn.softmax(scores)[best]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from strata_jax.engine import attention, gdn, ple
-from strata_jax.engine.arena import CellLayout, Tables
+from strata_jax.engine.arena import CellLayout, Segments, Tables
+from strata_jax.engine.chunk import compile_programs
 from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.load import load_bank, load_weights
-from strata_jax.engine.matrix import NATIVE_DTYPES
+from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix
 from strata_jax.engine.model import ModelSpec, State, Weights
 from strata_jax.engine.programs import Programs, Watch
+from strata_jax.engine.residency import Fill, Residency, first_residency
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.layout import PLE_TABLE
 from strata_jax.gguf.reader import GGUFFile
@@ -34,10 +38,13 @@ class Engine:
     Attributes:
         weights: dense weights, packed as stored.
         banks: packed experts of every block (MTP block last when drafting).
-        tables: who sits where in the arena.
-        arena: u32[P, page_words]; owned by the engine, lent to the running step.
+        residency: who sits where in the arena; the master of ``tables``.
+        tables: the same on the device.
+        arena: the core u32[P, page_words]; owned by the engine, lent to the running step.
+        segments: the segments u32[Pi, page_words] that are there; the others are lent.
         block_kind: the number of each trunk block's signature; blocks of one kind share their programs.
         owner: the sequence that the K/V cells belong to; a new sequence takes them over.
+        stopped: why nothing can run any more, if so.
     """
 
     file: GGUFFile
@@ -45,15 +52,30 @@ class Engine:
     plan: MemoryPlan
     weights: Weights
     banks: tuple[LayerBank, ...]
+    residency: Residency
     tables: Tables
     arena: jax.Array
+    segments: Segments
     programs: Programs
     block_kind: tuple[int, ...]
     owner: object = field(default=None)
+    stopped: str | None = None
 
     @classmethod
-    def load(cls, file: GGUFFile, geometry: Geometry, plan: MemoryPlan, watch: Watch | None = None) -> Engine:
+    def load(
+        cls,
+        file: GGUFFile,
+        geometry: Geometry,
+        plan: MemoryPlan,
+        watch: Watch | None = None,
+        lent_segments: Mapping[int, int] | None = None,
+        min_p: float = 0.0,
+    ) -> Engine:
         """Read the model as planned: dense weights, bank, arena, resident experts.
+
+        Args:
+            lent_segments: if given, all programs are compiled before the arena takes its memory (see
+                `compile_programs`); else each at its first call.
 
         Raises:
             FormatError: a tensor's type is one that the engine cannot decode.
@@ -67,21 +89,86 @@ class Engine:
         programs = Programs(ModelSpec(geometry, cells))
         if watch is not None:
             programs.watch = watch
+        layout = plan.arena
+        residency = first_residency(layout, plan.pages_per_expert, geometry.num_experts, plan.resident_pairs())
+        arrays: Any = [jax.ShapeDtypeStruct((pages, plan.page_bytes // 4), jnp.uint32) for pages in layout.array_pages]
         engine = cls(
-            file, geometry, plan, weights, banks, _tables(geometry, plan),
-            jnp.zeros((plan.num_pages, plan.page_bytes // 4), jnp.uint32), programs,
-            _block_kinds(weights, banks),
+            file, geometry, plan, weights, banks, residency, device_tables(residency), arrays[0], tuple(arrays[1:]),
+            programs, _block_kinds(weights, banks),
         )  # fmt: skip
-        for layer, expert in plan.resident_pairs():
-            engine.fill_slot(layer, expert)
+        if lent_segments is not None:
+            compile_programs(engine, lent_segments, min_p)
+        # the segments last and next to each other, so that the allocator gets them back in one piece
+        for idx, pages in enumerate(layout.array_pages):
+            engine.set_array(idx, new_pages(pages, plan.page_bytes))
+        engine.copy_experts(residency.residents(range(residency.num_slots)))
         return engine
 
-    def fill_slot(self, layer: int, expert: int) -> None:
-        """Copy an expert's blob from the bank into its slot."""
-        slot = int(self.tables.slot_of[layer, expert])
-        page = np.int32(self.tables.slot_page[slot])
-        bank = self.banks[layer]
-        self.arena = self.programs.fill_slot(self.arena, bank, np.int32(expert), page)
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The arrays of the arena that are there: its core, then segments."""
+        return (self.arena, *self.segments)
+
+    def set_array(self, idx: int, array: jax.Array) -> None:
+        """Replace one of `arrays`."""
+        if idx == 0:
+            self.arena = array
+        else:
+            self.segments = (*self.segments[: idx - 1], array, *self.segments[idx:])
+
+    def copy_experts(self, fills: Iterable[Fill]) -> int:
+        """Copy experts from the bank into slots; the tables stay as they are. Returns the bytes copied."""
+        runs: dict[tuple[int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        for fill in fills:
+            array, page = self.residency.layout.locate(self.residency.layout.slot_first_page[fill.slot])
+            experts, pages = runs[array, fill.layer]
+            experts.append(fill.expert)
+            pages.append(page)
+        copied = 0
+        for (array, layer), (experts, pages) in runs.items():
+            bank = self.banks[layer]
+            self.set_array(array, self.programs.fill(self.arrays[array], bank, experts, pages))
+            copied += len(experts) * bank.blobs.shape[1] * bank.blobs.dtype.itemsize
+        return copied
+
+    def publish(self, residency: Residency) -> None:
+        """Make tables the valid ones, on the host and on the device, in one step: after an exception none changed."""
+        tables = device_tables(residency, self.residency, self.tables)
+        self.residency, self.tables = residency, tables
+
+    def check_tables(self) -> None:
+        """Verify the tables.
+
+        Raises:
+            ValueError: see `Residency.check`, or the device's tables differ from the host's.
+        """
+        self.residency.check()
+        for name in ("slot_of", "slot_page", "kv_pages"):
+            found, expected = np.asarray(getattr(self.tables, name)), getattr(self.residency, name)
+            if name == "slot_page" and not len(expected):
+                continue
+            if not np.array_equal(found, expected):
+                raise ValueError(f"{name} on the device differs from the host's")
+        shapes = [array.shape[0] for array in self.arrays]
+        if shapes != list(self.residency.layout.array_pages[: 1 + self.residency.segments]):
+            raise ValueError(
+                f"the arena's arrays have {shapes} pages; the tables name {self.residency.segments} segments"
+            )
+
+    def head(self) -> Matrix:
+        """The output head.
+
+        Raises:
+            RuntimeError: it is unloaded.
+        """
+        if self.weights.head is None:
+            raise RuntimeError("the output head is unloaded")
+        return self.weights.head
+
+    def check_running(self) -> None:
+        """Raise RuntimeError if the engine has stopped."""
+        if self.stopped is not None:
+            raise RuntimeError(f"the engine has stopped: {self.stopped}")
 
     def empty_state(self) -> State:
         """The state before the first token."""
@@ -129,15 +216,21 @@ class Engine:
         """
         owners = {Owner.RESERVE}
         planned = sum(e.phase_bytes[0] for e in self.plan.ledger.entries if e.owner not in owners)
-        trees = (self.weights, self.banks, self.tables, self.arena, state)
+        trees = (self.weights, self.banks, self.tables, self.arrays, state)
         found = sum({id(x): x.nbytes for x in jax.tree.leaves(trees)}.values())
         if abs(found - planned) > LEDGER_TOLERANCE_FRAC * planned:
             raise RuntimeError(f"the ledger says {planned:,} bytes, the engine's arrays have {found:,}")
         return {"planned_bytes": planned, "found_bytes": found}
 
+    def arena_bytes(self) -> dict[Owner, int]:
+        """Bytes of the arena's arrays by owner; pages that nobody owns count as slots."""
+        r = self.residency
+        cells = r.mapped_groups * len(r.kv_pages) * r.layout.page_bytes
+        return {Owner.EXPERT_SLOTS: sum(array.nbytes for array in self.arrays) - cells, Owner.KV: cells}
+
     def live_bytes(self) -> Iterator[tuple[str, int]]:
         """Bytes of the engine's long-lived arrays by owner, as the device holds them."""
-        for owner, tree in (("weights", self.weights), ("bank", self.banks), ("arena", self.arena)):
+        for owner, tree in (("weights", self.weights), ("bank", self.banks), ("arena", self.arrays)):
             yield owner, sum({id(x): x.nbytes for x in jax.tree.leaves(tree)}.values())  # a tied head is one array
 
 
@@ -148,18 +241,22 @@ def bank_sharding() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
-def _tables(g: Geometry, plan: MemoryPlan) -> Tables:
-    """The tables at the start: slots and K/V pages where the plan puts them."""
-    slot_of = np.full((plan.num_blocks, g.num_experts), -1, np.int32)
-    for slot, (layer, expert) in enumerate(plan.resident_pairs()):
-        slot_of[layer, expert] = slot
-    slot_page = [plan.slot_first_page(slot) for slot in range(plan.expert_slots)]
-    kv_pages = plan.kv_first_page + np.arange(plan.kv_pages, dtype=np.int32)
-    return Tables(
-        jnp.asarray(slot_of),
-        jnp.asarray(slot_page or [0], jnp.int32),  # a table without slots still needs a row to be indexed
-        jnp.asarray(kv_pages.reshape(plan.num_kv_layers, plan.kv_pages_per_layer)),
-    )
+def new_pages(num_pages: int, page_bytes: int) -> jax.Array:
+    """An array of the arena."""
+    return jnp.zeros((num_pages, page_bytes // 4), jnp.uint32)
+
+
+def device_tables(new: Residency, old: Residency | None = None, on_device: Tables | None = None) -> Tables:
+    """The tables on the device; those that are the ones of ``old`` are not copied again."""
+    arrays = {}
+    for name in ("slot_of", "slot_page", "kv_pages"):
+        array = getattr(new, name)
+        if on_device is not None and array is getattr(old, name):
+            arrays[name] = getattr(on_device, name)
+        else:
+            # a table without slots still needs a row to be indexed
+            arrays[name] = jnp.array(np.zeros(1, np.int32) if name == "slot_page" and not len(array) else array)
+    return Tables(**arrays)
 
 
 def _block_kinds(weights: Weights, banks: tuple[LayerBank, ...]) -> tuple[int, ...]:

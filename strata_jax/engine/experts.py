@@ -8,13 +8,14 @@ Shapes: T tokens, X experts, K experts per token, E model width, F expert width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from strata_jax.engine.arena import read_pages
 from strata_jax.engine.matrix import Matrix, linear, matmul_t
 from strata_jax.geometry import Geometry
 from strata_jax.kernels.dequant import dequantize_words
@@ -106,7 +107,7 @@ def mixture(
     u: jax.Array,
     w: ExpertWeights,
     bank: LayerBank,
-    arena: jax.Array,
+    arrays: Sequence[jax.Array],
     pages: jax.Array,
     count: jax.Array,
     g: Geometry,
@@ -114,6 +115,7 @@ def mixture(
     """Routed plus shared experts for T tokens of which the first ``count`` are real.
 
     Args:
+        arrays: the arena's core and its segments; no resident expert lies in a segment left out.
         pages: i32[X], first arena page of each expert of this block, -1 = read it from the bank.
 
     Returns:
@@ -129,11 +131,17 @@ def mixture(
     run = _window if num_tokens <= MAX_WINDOW_TOKENS else _chunk
     hits = jnp.sum(jnp.where(ids < g.num_experts, pages[jnp.minimum(ids, g.num_experts - 1)] >= 0, False))
     counts = ExpertCounts(count.astype(jnp.int32) * g.num_experts_used, hits.astype(jnp.int32))
-    return run(u, ids, weights, bank, arena, pages, g) + shared, counts
+    return run(u, ids, weights, bank, arrays, pages, g) + shared, counts
 
 
 def _window(
-    u: jax.Array, ids: jax.Array, weights: jax.Array, bank: LayerBank, arena: jax.Array, pages: jax.Array, g: Geometry
+    u: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    bank: LayerBank,
+    arrays: Sequence[jax.Array],
+    pages: jax.Array,
+    g: Geometry,
 ) -> jax.Array:
     """Few tokens: every active expert is applied to all of them, with weight 0 where it was not chosen."""
     num_tokens = u.shape[0]
@@ -147,14 +155,20 @@ def _window(
         shares = jnp.sum(jnp.where(ids == active[:, None, None], weights, 0.0), axis=-1)
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        y = _on_blob(bank, arena, pages, active[i], lambda words: _apply(u, _decode(words, bank.layout)))
+        y = _on_blob(bank, arrays, pages, active[i], lambda words: _apply(u, _decode(words, bank.layout)))
         return total + shares[i][:, None] * y
 
     return jax.lax.fori_loop(0, num_active, step, jnp.zeros_like(u))
 
 
 def _chunk(
-    u: jax.Array, ids: jax.Array, weights: jax.Array, bank: LayerBank, arena: jax.Array, pages: jax.Array, g: Geometry
+    u: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    bank: LayerBank,
+    arrays: Sequence[jax.Array],
+    pages: jax.Array,
+    g: Geometry,
 ) -> jax.Array:
     """Many tokens: pairs sorted by expert, each expert decoded once and applied to its rows in tiles."""
     num_tokens, width = u.shape
@@ -167,7 +181,7 @@ def _chunk(
 
     def expert_step(expert: jax.Array, out: jax.Array) -> jax.Array:
         def work(out: jax.Array) -> jax.Array:
-            matrices = _on_blob(bank, arena, pages, expert, lambda words: _decode(words, bank.layout))
+            matrices = _on_blob(bank, arrays, pages, expert, lambda words: _decode(words, bank.layout))
 
             def tile_step(i: jax.Array, out: jax.Array) -> jax.Array:
                 row = first[expert] + i * tile
@@ -187,12 +201,14 @@ def _chunk(
     return total
 
 
-def _on_blob(bank: LayerBank, arena: jax.Array, pages: jax.Array, expert: jax.Array, f: Callable[[jax.Array], R]) -> R:
+def _on_blob(
+    bank: LayerBank, arrays: Sequence[jax.Array], pages: jax.Array, expert: jax.Array, f: Callable[[jax.Array], R]
+) -> R:
     """Apply ``f`` to the expert's words, from the arena if it is resident, else from the bank."""
     layout = bank.layout
 
     def resident() -> R:
-        run = jax.lax.dynamic_slice(arena, (pages[expert], 0), (layout.num_pages, arena.shape[1]))
+        run = read_pages(arrays, pages[expert], layout.num_pages)
         return f(run.reshape(-1)[: layout.num_words])
 
     return jax.lax.cond(pages[expert] >= 0, resident, lambda: f(bank.fetch(expert)))

@@ -7,14 +7,14 @@ Shapes: T tokens, C streams, E model width, L blocks (MTP block last), V vocabul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from strata_jax.engine import attention, gdn, ple
-from strata_jax.engine.arena import CellLayout, Tables
+from strata_jax.engine.arena import CellLayout, Segments, Tables
 from strata_jax.engine.experts import ExpertCounts, ExpertWeights, LayerBank, mixture, no_counts
 from strata_jax.engine.layers import MixerWeights, read_streams, rms_norm, write_streams
 from strata_jax.engine.matrix import Matrix, linear, take_rows
@@ -50,13 +50,21 @@ class DraftWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weights:
-    """Everything but the routed experts; ``head`` is the embedding itself when the file ties them."""
+    """Everything but the routed experts.
+
+    Attributes:
+        head: the embedding itself when the file ties them; None while it is unloaded.
+    """
 
     embed: Matrix
-    head: Matrix
+    head: Matrix | None
     out_mixer: MixerWeights
     blocks: tuple[BlockWeights, ...]
     draft: DraftWeights | None
+
+    def without_head(self) -> Weights:
+        """The weights that a prompt is read with."""
+        return replace(self, head=None)
 
 
 @jax.tree_util.register_dataclass
@@ -102,6 +110,7 @@ def block(
     w: BlockWeights,
     bank: LayerBank,
     arena: jax.Array,
+    segments: Segments,
     expert_pages: jax.Array,
     cell_pages: jax.Array | None,
     state: SequenceState,
@@ -112,6 +121,7 @@ def block(
     """Run one block (without PLE) on T tokens at positions ``start + i`` of which ``count`` are real.
 
     Args:
+        arena: the core of the arena, where the K/V cells are.
         cell_pages: i32[N], page table of this attention block; None for a GDN block.
 
     Returns:
@@ -132,7 +142,7 @@ def block(
         y, arena, after = attention.attend(u, w.token_mixer, arena, cell_pages, state, start, count, g, spec.cells)
     streams = write_streams(streams, flat, y, w.attn_mixer)
     u, flat = read_streams(streams, w.ffn_mixer, g.rms_eps)
-    y, counts = mixture(u, w.experts, bank, arena, expert_pages, count, g)
+    y, counts = mixture(u, w.experts, bank, (arena, *segments), expert_pages, count, g)
     return write_streams(streams, flat, y, w.ffn_mixer), arena, after, counts
 
 
@@ -152,6 +162,7 @@ def trunk(
     banks: tuple[LayerBank, ...],
     tables: Tables,
     arena: jax.Array,
+    segments: Segments,
     state: State,
     tokens: jax.Array,
     ple_rows: jax.Array | None,
@@ -173,7 +184,7 @@ def trunk(
             streams, ple_inputs = ple.apply(streams, ple_rows, w.ple, state.ple_history, g)
         cell_pages = None if g.recurrent[layer] else tables.kv_pages[spec.attention_index(layer)]
         streams, arena, rows, block_counts = block(
-            streams, w, banks[layer], arena, tables.expert_pages(layer), cell_pages,
+            streams, w, banks[layer], arena, segments, tables.expert_pages(layer), cell_pages,
             state.blocks[layer], start, count, spec,
         )  # fmt: skip
         after.append(rows)

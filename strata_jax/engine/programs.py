@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strata_jax.engine import ple
-from strata_jax.engine.arena import Tables
+from strata_jax.engine.arena import Segments, Tables
 from strata_jax.engine.decode import Round, decode_step, draft, feed_draft
 from strata_jax.engine.experts import ExpertCounts, LayerBank
 from strata_jax.engine.layers import MixerWeights
@@ -55,12 +55,14 @@ class Programs:
     watch: Watch = lambda name: nullcontext()
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     compile_s: float = 0.0
+    _run: bool = True
 
     def clock_s(self) -> float:
         """Seconds on a clock that stands still while a program is compiled."""
         return time.perf_counter() - self.compile_s
 
     def embed(self, weights: Weights, tokens: np.ndarray) -> jax.Array:
+        """The streams f32[T, C, E] of tokens; ``weights`` without the head."""
         return self._call(("embed", len(tokens)), partial(embed, g=self.spec.geometry), (weights, tokens))
 
     def ple_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array]:
@@ -68,27 +70,29 @@ class Programs:
         return self._call(("ple", args[0].shape[0]), partial(_ple_chunk, g=self.spec.geometry), args, donate=(0, 3))
 
     def gdn_chunk(self, kind: int, *args: Any) -> tuple[jax.Array, SequenceState, ExpertCounts]:
-        """(weights, bank, arena, tables, layer, streams, state, start, count) -> streams, state, counts."""
-        return self._call(("gdn", kind, args[5].shape[0]), partial(_gdn_chunk, spec=self.spec), args, donate=(5, 6))
+        """(weights, bank, arena, segments, tables, layer, streams, state, start, count) -> streams, state, counts."""
+        key = _key("gdn", kind, args[6].shape[0], segments=args[3])
+        return self._call(key, partial(_gdn_chunk, spec=self.spec), args, donate=(6, 7))
 
     def attention_chunk(self, kind: int, *args: Any) -> tuple[jax.Array, jax.Array, SequenceState, ExpertCounts]:
-        """(weights, bank, arena, tables, layer, row, streams, state, start, count) -> streams, arena, state, counts."""
-        key = ("attention", kind, args[6].shape[0])
-        return self._call(key, partial(_attention_chunk, spec=self.spec), args, donate=(2, 6, 7))
+        """(weights, bank, arena, segments, tables, layer, row, streams, state, start, count) ->
+        streams, arena, state, counts."""
+        key = _key("attention", kind, args[7].shape[0], segments=args[3])
+        return self._call(key, partial(_attention_chunk, spec=self.spec), args, donate=(2, 7, 8))
 
     def draft_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array, SequenceState, jax.Array, ExpertCounts]:
-        """(weights, bank, tables, arena, index, tokens, streams, hidden, start, count) ->
+        """(weights, bank, tables, arena, segments, index, tokens, streams, hidden, start, count) ->
         the MTP block's streams, arena, index state, hidden row of the last token, counts."""
-        key = ("draft", args[5].shape[0])
-        return self._call(key, partial(_draft_chunk, spec=self.spec), args, donate=(3, 4, 7))
+        key = _key("draft", args[6].shape[0], segments=args[4])
+        return self._call(key, partial(_draft_chunk, spec=self.spec), args, donate=(3, 5, 8))
 
     def last_hidden(self, streams: jax.Array, count: Any) -> jax.Array:
         """The flattened streams f32[C*E] of row ``count - 1``."""
         return self._call(("hidden", streams.shape[0]), _last_hidden, (streams, count))
 
-    def head(self, mixer: MixerWeights, head: Matrix, streams: jax.Array, row: Any) -> jax.Array:
-        """Logits f32[1, V] of one row of the streams."""
-        return self._call(("head", streams.shape[0]), partial(_head, g=self.spec.geometry), (mixer, head, streams, row))
+    def head(self, mixer: MixerWeights, head: Matrix, streams: jax.Array) -> jax.Array:
+        """Logits f32[1, V] of one row of streams f32[1, C, E]."""
+        return self._call(("head",), partial(logits, g=self.spec.geometry), (streams, mixer, head))
 
     def all_heads(self, mixer: MixerWeights, head: Matrix, streams: jax.Array) -> jax.Array:
         """Logits f32[T, V]."""
@@ -102,25 +106,59 @@ class Programs:
         return self._call(("sample",), _sample, (scores, position, how))
 
     def first_window(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, jax.Array, jax.Array, ExpertCounts]:
-        """(weights, banks, tables, arena, state, tokens, hidden, start, count, min_p) ->
+        """(weights, banks, tables, arena, segments, state, tokens, hidden, start, count, min_p) ->
         arena, state, drafts, good, counts."""
         f = partial(draft, num_drafts=num_drafts, spec=self.spec)
-        return self._call(("first_window", num_drafts), f, args, donate=(3, 4))
+        return self._call(_key("first_window", num_drafts, segments=args[4]), f, args, donate=(3, 5))
 
     def decode(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round]:
-        """`decode_step`; the window is the sixth argument."""
+        """`decode_step`; the window is the seventh argument."""
         f = partial(decode_step, num_drafts=num_drafts, spec=self.spec)
-        return self._call(("decode", args[5].shape[0], num_drafts), f, args, donate=(3, 4))
+        key = _key("decode", args[6].shape[0], num_drafts, segments=args[4])
+        return self._call(key, f, args, donate=(3, 5))
 
-    def fill_slot(self, arena: jax.Array, bank: LayerBank, expert: Any, page: Any) -> jax.Array:
-        """Copy one expert from the bank into the arena, in place."""
-        key = ("fill", bank.layout.num_words, bank.blobs.shape[0])
-        return self._call(key, _fill_slot, (arena, bank.bare(), expert, page), donate=(0,))
+    def fill(self, array: jax.Array, bank: LayerBank, experts: list[int], pages: list[int]) -> jax.Array:
+        """Copy experts of one block from the bank to runs of pages of one array, in place."""
+        num_experts = bank.blobs.shape[0]
+        padded = np.zeros((2, num_experts), np.int32)
+        padded[:, : len(experts)] = experts, pages
+        key = ("fill", array.shape[0], bank.layout.num_words, num_experts)
+        return self._call(key, _fill, (array, bank.bare(), *padded, np.int32(len(experts))), donate=(0,))
+
+    def copy_run(self, array: jax.Array, page: int, source: jax.Array, first: int, num_pages: int) -> jax.Array:
+        """Copy a run of pages of an array, which may be the same, to ``page`` of this one, in place."""
+        args: tuple = (array, np.int32(page), np.int32(first))
+        if source is array:
+            return self._call(("move", num_pages, array.shape[0]), partial(_move_run, num_pages=num_pages), args, (0,))
+        key = ("copy", num_pages, array.shape[0], source.shape[0])
+        return self._call(key, partial(_copy_run, num_pages=num_pages), (*args, source), donate=(0,))
+
+    def move_pages(self, array: jax.Array, sources: np.ndarray, targets: np.ndarray) -> jax.Array:
+        """Copy pages i32[n] to other pages i32[n] of the same array, in place; targets past its end are dropped.
+
+        No target is a source."""
+        key = ("pages", len(sources), array.shape[0])
+        return self._call(key, _move_pages, (array, sources, targets), donate=(0,))
+
+    def second(self, x: jax.Array) -> jax.Array:
+        """A second buffer with the same values: one array cannot be donated twice in a call."""
+        return self._call(("second", x.shape), jnp.copy, (x,))
+
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """Within the context programs are compiled but not run: arguments may be shapes, results are."""
+        self._run = False
+        try:
+            yield
+        finally:
+            self._run = True
 
     def _call(self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Any:
         program = self.compiled.get(key)
         if program is None:
             program = self.compiled[key] = self._compile(key, f, args, donate)
+        if not self._run:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.out_info)
         return program(*args)
 
     def _compile(self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...]) -> Any:
@@ -134,6 +172,11 @@ class Programs:
         return program
 
 
+def _key(*parts: Hashable, segments: Segments) -> tuple[Hashable, ...]:
+    """The key of a program that reads experts: it also depends on which segments there are."""
+    return (*parts, f"+{len(segments)}") if segments else parts
+
+
 def _ple_chunk(
     streams: jax.Array, rows: jax.Array, w: ple.PleWeights, history: jax.Array, count: jax.Array, *, g: Geometry
 ) -> tuple[jax.Array, jax.Array]:
@@ -145,6 +188,7 @@ def _gdn_chunk(
     w: BlockWeights,
     bank: LayerBank,
     arena: jax.Array,
+    segments: Segments,
     tables: Tables,
     layer: jax.Array,
     streams: jax.Array,
@@ -155,7 +199,7 @@ def _gdn_chunk(
     spec: ModelSpec,
 ) -> tuple[jax.Array, SequenceState, ExpertCounts]:
     streams, _, after, counts = block(
-        streams, w, bank, arena, tables.expert_pages(layer), None, state, start, count, spec
+        streams, w, bank, arena, segments, tables.expert_pages(layer), None, state, start, count, spec
     )
     return streams, advance_block(state, after, count), counts
 
@@ -164,6 +208,7 @@ def _attention_chunk(
     w: BlockWeights,
     bank: LayerBank,
     arena: jax.Array,
+    segments: Segments,
     tables: Tables,
     layer: jax.Array,
     row: jax.Array,
@@ -175,7 +220,7 @@ def _attention_chunk(
     spec: ModelSpec,
 ) -> tuple[jax.Array, jax.Array, SequenceState, ExpertCounts]:
     streams, arena, after, counts = block(
-        streams, w, bank, arena, tables.expert_pages(layer), tables.kv_pages[row], state, start, count, spec
+        streams, w, bank, arena, segments, tables.expert_pages(layer), tables.kv_pages[row], state, start, count, spec
     )
     return streams, arena, advance_block(state, after, count), counts
 
@@ -185,6 +230,7 @@ def _draft_chunk(
     bank: LayerBank,
     tables: Tables,
     arena: jax.Array,
+    segments: Segments,
     index: SequenceState,
     tokens: jax.Array,
     streams: jax.Array,
@@ -196,7 +242,9 @@ def _draft_chunk(
 ) -> tuple[jax.Array, jax.Array, SequenceState, jax.Array, ExpertCounts]:
     flat = streams.reshape(streams.shape[0], -1)
     before = jnp.concatenate([hidden[None], flat[:-1]])
-    out, arena, after, counts = feed_draft(weights, bank, tables, arena, index, tokens, before, start, count, spec)
+    out, arena, after, counts = feed_draft(
+        weights, bank, tables, arena, segments, index, tokens, before, start, count, spec
+    )
     return out, arena, advance_block(index, after, count), flat[count - 1], counts
 
 
@@ -204,15 +252,28 @@ def _last_hidden(streams: jax.Array, count: jax.Array) -> jax.Array:
     return streams[count - 1].reshape(-1)
 
 
-def _head(mixer: MixerWeights, head: Matrix, streams: jax.Array, row: jax.Array, *, g: Geometry) -> jax.Array:
-    return logits(jax.lax.dynamic_slice_in_dim(streams, row, 1), mixer, head, g)
-
-
 def _sample(scores: jax.Array, position: jax.Array, how: SamplingArrays) -> jax.Array:
     return sample(scores, position[None], how)
 
 
-def _fill_slot(arena: jax.Array, bank: LayerBank, expert: jax.Array, page: jax.Array) -> jax.Array:
-    words = arena.shape[1] * bank.layout.num_pages
-    blob = jnp.pad(bank.fetch(expert), (0, words - bank.layout.num_words))
-    return jax.lax.dynamic_update_slice(arena, blob.reshape(bank.layout.num_pages, -1), (page, 0))
+def _fill(array: jax.Array, bank: LayerBank, experts: jax.Array, pages: jax.Array, count: jax.Array) -> jax.Array:
+    num_pages, num_words = bank.layout.num_pages, bank.layout.num_words
+
+    def step(i: jax.Array, array: jax.Array) -> jax.Array:
+        blob = jnp.pad(bank.fetch(experts[i]), (0, num_pages * array.shape[1] - num_words))
+        return jax.lax.dynamic_update_slice(array, blob.reshape(num_pages, -1), (pages[i], 0))
+
+    return jax.lax.fori_loop(0, count, step, array)
+
+
+def _move_run(array: jax.Array, page: jax.Array, first: jax.Array, *, num_pages: int) -> jax.Array:
+    return _copy_run(array, page, first, array, num_pages=num_pages)
+
+
+def _copy_run(array: jax.Array, page: jax.Array, first: jax.Array, source: jax.Array, *, num_pages: int) -> jax.Array:
+    run = jax.lax.dynamic_slice(source, (first, 0), (num_pages, source.shape[1]))
+    return jax.lax.dynamic_update_slice(array, run, (page, 0))
+
+
+def _move_pages(array: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+    return array.at[targets].set(array[sources], mode="drop")

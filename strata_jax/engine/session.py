@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strata_jax.engine.attention import IndexState
-from strata_jax.engine.decode import tail_of
+from strata_jax.engine.chunk import read_chunk, window_rows
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.experts import ExpertCounts, no_counts
-from strata_jax.engine.model import State
 from strata_jax.engine.sampler import SamplingArrays, sampling_arrays
 from strata_jax.errors import ConfigError, DoesNotFit
 from strata_jax.sampling import Sampling
@@ -83,16 +81,28 @@ class Session:
             ConfigError: no tokens, or ids outside the vocabulary.
             DoesNotFit: more tokens than cells are left.
         """
-        self._check_tokens(tokens)
         if want == "draft" and not self.drafts_usable:
             raise ConfigError("draft logits: the draft block is not loaded (spec.window=1) or has not seen all tokens")
-        rows: list[np.ndarray] = []
+        rows = [chunk for chunk in self.chunks(tokens, want) if chunk is not None]
+        return self.last_logits() if want == "last" else np.concatenate(rows)
+
+    def chunks(self, tokens: Sequence[int], want: str = "last") -> Iterator[np.ndarray | None]:
+        """Read tokens, one chunk for each step of the iterator; memory may be moved between the steps.
+
+        Yields the chunk's logits as `prefill` gives them; with ``"last"`` None, and `last_logits` follows.
+        """
+        self._check_tokens(tokens)
         chunk = self.engine.plan.chunk_tokens
         for first in range(0, len(tokens), chunk):
-            part = list(tokens[first : first + chunk])
-            is_last = first + len(part) == len(tokens)
-            rows += self._read_chunk(part, want if want != "last" or is_last else "none")
-        return np.concatenate(rows)
+            self._check_owner()
+            yield self._read_chunk(list(tokens[first : first + chunk]), want)
+
+    def last_logits(self) -> np.ndarray:
+        """The logits f32[1, V] after the last token; the head must be loaded."""
+        self._check_owner()
+        weights, g = self.engine.weights, self.engine.geometry
+        streams = self.state.hidden.reshape(1, g.num_streams, g.embed_width)
+        return np.asarray(self.engine.programs.head(weights.out_mixer, self.engine.head(), streams))
 
     def decode(
         self,
@@ -120,10 +130,12 @@ class Session:
         drafts, counts = [], no_counts()
         if num_drafts and left > 0 and token not in stop_ids and self.num_cells_left > 0:
             self._check_owner()
+            self._require_cells(len(self.tokens) + num_drafts)
+            engine.head()
             engine.arena, self.state, proposed, good, counts = engine.programs.first_window(
-                num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, self.state,
-                np.array([token], np.int32), self.state.hidden[None], np.int32(len(self.tokens)), np.int32(1),
-                np.float32(min_p),
+                num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, engine.segments,
+                self.state, np.array([token], np.int32), self.state.hidden[None], np.int32(len(self.tokens)),
+                np.int32(1), np.float32(min_p),
             )  # fmt: skip
             drafts = np.asarray(proposed)[: int(good)].tolist()
         while left > 0 and token not in stop_ids and self.num_cells_left > 0:
@@ -145,7 +157,14 @@ class Session:
             record, _, scores = self._round([token], list(tokens[i + 1 : i + 2]), how, 0.0, 0, no_counts())
             yield record, np.asarray(scores[0])
 
+    def _require_cells(self, end: int) -> None:
+        """What a program would write to cells without a page would be lost."""
+        engine, end = self.engine, min(end, self.engine.plan.context_cells)
+        if engine.residency.mapped_cells < end:
+            raise RuntimeError(f"{end:,} K/V cells are needed; {engine.residency.mapped_cells:,} are mapped")
+
     def _check_owner(self) -> None:
+        self.engine.check_running()
         if self.engine.owner is not self:
             raise RuntimeError("the K/V cells of this sequence were taken over by a later one")
 
@@ -158,61 +177,31 @@ class Session:
                 f"{len(self.tokens)} are used; set model.max_context={len(self.tokens) + len(tokens)} or more"
             )
 
-    def _read_chunk(self, part: list[int], want: str) -> list[np.ndarray]:
-        engine, programs, started = self.engine, self.engine.programs, self.engine.programs.clock_s()
-        weights, tables, count, start = engine.weights, engine.tables, np.int32(len(part)), np.int32(len(self.tokens))
+    def _read_chunk(self, part: list[int], want: str) -> np.ndarray | None:
+        engine, started, start = self.engine, self.engine.programs.clock_s(), len(self.tokens)
+        self._require_cells(start + len(part))
         padded = next(size for size in engine.plan.prefill_buckets if size >= len(part))
         ids = np.zeros(padded, np.int32)
         ids[: len(part)] = part
         rows = engine.ple_rows(self.tokens, part, padded)
-        state, blocks, totals = self.state, list(self.state.blocks), []
-        draft_state, tail = state.draft, state.draft_tail
-        if isinstance(draft_state, IndexState) and tail is not None:
-            draft_state = IndexState(draft_state.keys, tail)  # forget a token that was chosen but never committed
-        streams, arena, history = programs.embed(weights, ids), engine.arena, state.ple_history
-        attention_row = 0
-        for layer, w in enumerate(weights.blocks):
-            bank, number = engine.banks[layer], np.int32(layer)
-            if w.ple is not None:
-                streams, history = programs.ple_chunk(streams, rows, w.ple, history, count)
-            kind, w = engine.block_kind[layer], replace(w, ple=None)
-            if engine.geometry.recurrent[layer]:
-                streams, blocks[layer], counts = programs.gdn_chunk(
-                    kind, w, bank, arena, tables, number, streams, blocks[layer], start, count
-                )
-            else:
-                streams, arena, blocks[layer], counts = programs.attention_chunk(
-                    kind, w, bank, arena, tables, number, np.int32(attention_row), streams, blocks[layer], start, count
-                )
-                attention_row += 1
-            totals.append(counts)
-        draft_streams = None
-        if engine.plan.with_draft:
-            draft_streams, arena, draft_state, hidden, counts = programs.draft_chunk(
-                weights, engine.banks[-1], tables, arena, draft_state, ids, streams, state.hidden, start, count
-            )
-            totals.append(counts)
-        else:
-            hidden = programs.last_hidden(streams, count)
-        engine.arena = arena
-        self.state = State(tuple(blocks), draft_state, _copy(tail_of(draft_state)), history, hidden)
+        engine.arena, self.state, read = read_chunk(engine, self.state, ids, rows, start, len(part))
         self.tokens += part
-        out = self._chunk_logits(want, streams, draft_streams, len(part))
-        lookups, hits = _totals(totals)
-        self.on_chunk(ChunkRecord(int(start), len(part), padded, engine.programs.clock_s() - started, lookups, hits))
+        out = self._chunk_logits(want, read.streams, read.draft_streams, len(part))
+        lookups, hits = _totals(read.counts)
+        self.on_chunk(ChunkRecord(start, len(part), padded, engine.programs.clock_s() - started, lookups, hits))
         return out
 
-    def _chunk_logits(self, want: str, streams: jax.Array, draft_streams: jax.Array | None, n: int) -> list[np.ndarray]:
-        weights, programs = self.engine.weights, self.engine.programs
+    def _chunk_logits(self, want: str, streams: jax.Array, draft_streams: jax.Array | None, n: int
+                      ) -> np.ndarray | None:  # fmt: skip
+        engine = self.engine
         if want == "last":
-            return [np.asarray(programs.head(weights.out_mixer, weights.head, streams, np.int32(n - 1)))]
-        if want == "all":
-            return [np.asarray(programs.all_heads(weights.out_mixer, weights.head, streams))[:n]]
+            return None
+        mixer = engine.weights.out_mixer
         if want == "draft":
-            assert weights.draft is not None
+            assert engine.weights.draft is not None
             assert draft_streams is not None
-            return [np.asarray(programs.all_heads(weights.draft.out_mixer, weights.head, draft_streams))[:n]]
-        return []
+            mixer, streams = engine.weights.draft.out_mixer, draft_streams
+        return np.asarray(engine.programs.all_heads(mixer, engine.head(), streams))[:n]
 
     def _round(
         self,
@@ -226,15 +215,16 @@ class Session:
         """Verify a window; returns the record, the drafts worth verifying next, and the logits f32[T, V]."""
         self._check_owner()
         engine, started, start = self.engine, self.engine.programs.clock_s(), len(self.tokens)
-        # two programs at most: the full window with unused rows masked, and a lone token where that is the rule
-        lone = len(window) == 1 and (num_drafts == 0 or min_p > 0)
-        size = 1 if lone else engine.plan.spec_window
+        size = window_rows(len(window), engine.plan.spec_window, num_drafts, min_p)
         ids, wanted = np.zeros(size, np.int32), np.full(size, -1, np.int32)
         ids[: len(window)] = window
         wanted[: len(forced)] = forced
+        self._require_cells(start + size + num_drafts)
+        engine.head()
         rows = engine.ple_rows(self.tokens, window, size)
         engine.arena, self.state, out = engine.programs.decode(
-            num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, self.state, ids,
+            num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, engine.segments,
+            self.state, ids,
             np.int32(len(window)), np.int32(start), rows, wanted, how, np.float32(min_p),
         )  # fmt: skip
         kept = int(out.num_tokens)
@@ -244,11 +234,6 @@ class Session:
         lookups, hits = _totals([earlier, out.counts])
         seconds = engine.programs.clock_s() - started
         return RoundRecord(start, len(window), emitted, seconds, lookups, hits), drafts, out.logits
-
-
-def _copy(x: jax.Array | None) -> jax.Array | None:
-    """A second buffer: one array cannot be donated twice in a call."""
-    return None if x is None else jnp.copy(x)
 
 
 def _totals(counts: list[ExpertCounts]) -> tuple[int, int]:

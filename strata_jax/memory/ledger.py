@@ -30,6 +30,8 @@ class Owner(StrEnum):
     PROMPT_BUFFERS = "prompt buffers"
     DECODE_BUFFERS = "decode buffers"
     BANK = "expert bank"
+    CHECKPOINTS = "checkpoints"
+    CONVERSATIONS = "parked conversations"
 
 
 class Memory(StrEnum):

@@ -16,6 +16,7 @@ from strata_jax.memory import layout
 from strata_jax.memory.candidate import Frame, make_frame
 from strata_jax.memory.ledger import MIB, Ledger, Origin, Owner, Phase
 from strata_jax.memory.request import MIN_CONTEXT_CELLS, Choice, PlanRequest, check_request, setting_text
+from strata_jax.memory.segments import ArenaLayout, arena_layout
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.memory.unfit import Unfit, explain
 
@@ -27,7 +28,8 @@ CONTEXT_GRID_CELLS = 1024
 class MemoryPlan:
     """What the engine allocates.
 
-    The arena holds the slots from page 0 on, then the K/V pages layer by layer, then spare pages.
+    The arena's core holds the slots from page 0 on, then the K/V pages layer by layer, then spare pages; slots of
+    segments lie behind it (``segments.py``).
 
     Attributes:
         request: the request with every auto value filled in; planning it again gives this plan.
@@ -37,6 +39,8 @@ class MemoryPlan:
         slot_pages: pages of all slots.
         kv_pages_per_layer: pages of each of the `num_kv_layers` attention layers, the draft block's last.
         choices: each chosen setting with its origin and reason.
+        segment_slots: how many of the last slots lie in each lendable segment.
+        kv_mapped_cells: cells that have pages at the start; None: all.
     """
 
     model: str
@@ -62,6 +66,8 @@ class MemoryPlan:
     ledger: Ledger
     choices: tuple[Choice, ...]
     notes: tuple[str, ...]
+    segment_slots: tuple[int, ...] = ()
+    kv_mapped_cells: int | None = None
 
     @property
     def padded_chunk_tokens(self) -> int:
@@ -69,15 +75,31 @@ class MemoryPlan:
 
     @property
     def kv_first_page(self) -> int:
-        return self.slot_pages
+        return self.arena.kv_first_page
 
     @property
     def kv_pages(self) -> int:
+        """Pages of the whole context."""
         return self.num_kv_layers * self.kv_pages_per_layer
 
     @property
     def num_pages(self) -> int:
-        return self.slot_pages + self.kv_pages + self.spare_pages
+        return self.arena.num_pages
+
+    @property
+    def arena(self) -> ArenaLayout:
+        """Where slots and K/V pages lie at the start."""
+        return arena_layout(
+            pages_per_expert=self.pages_per_expert,
+            num_slots=self.expert_slots,
+            segment_slots=self.segment_slots,
+            num_kv_layers=self.num_kv_layers,
+            context_cells=self.context_cells,
+            kv_mapped_cells=self.context_cells if self.kv_mapped_cells is None else self.kv_mapped_cells,
+            cells_per_page=self.cells_per_page,
+            spare_pages=self.spare_pages,
+            page_bytes=self.page_bytes,
+        )
 
     @property
     def arena_bytes(self) -> int:
@@ -86,10 +108,6 @@ class MemoryPlan:
     def resident_pairs(self) -> Iterator[tuple[int, int]]:
         """Give the (block, expert) of each slot, in the order of the slots."""
         return (layout.slot_pair(slot, self.num_blocks) for slot in range(self.expert_slots))
-
-    def slot_first_page(self, slot: int) -> int:
-        """Return the page at which a slot starts."""
-        return layout.slot_first_page(slot, self.pages_per_expert)
 
     def free_bytes(self, phase: Phase) -> dict[str, int]:
         """Return what a phase leaves of each budget."""
@@ -135,7 +153,7 @@ class MemoryPlan:
     def from_json(cls, data: Mapping[str, Any]) -> MemoryPlan:
         """Return the plan that `to_json` gave `data` for."""
         fields: dict[str, Any] = dict(data["layout"])
-        fields |= {name: tuple(fields[name]) for name in ("prefill_buckets", "pages_per_expert")}
+        fields |= {name: tuple(fields[name]) for name in ("prefill_buckets", "pages_per_expert", "segment_slots")}
         request = PlanRequest.from_json(data["request"])
         return cls(
             model=data["model"], request=request, ledger=Ledger.from_json(data["ledger"]), choices=request.decided,
@@ -147,6 +165,7 @@ _LAYOUT_FIELDS = (
     "context_cells", "context_requested_cells", "chunk_tokens", "prefill_buckets", "expert_slots", "num_blocks",
     "num_experts", "with_draft", "spec_window", "kv_type", "page_bytes", "pages_per_expert", "slot_pages",
     "num_kv_layers", "kv_pages_per_layer", "spare_pages", "cells_per_page", "cell_bytes",
+    "segment_slots", "kv_mapped_cells",
 )  # fmt: skip
 
 

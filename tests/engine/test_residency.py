@@ -19,6 +19,7 @@ import pytest
 from strata_jax.engine.arena import Tables
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.experts import LayerBank, no_counts
+from strata_jax.engine.residency import Fill
 from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.session import ChunkRecord, RoundRecord, Session
 from strata_jax.sampling import Sampling
@@ -226,8 +227,7 @@ def test_experts_may_trade_slots(half: Engine, expected: Outputs) -> None:
 def test_a_slot_may_change_hands_while_the_engine_is_loaded(half: Engine, expected: Outputs) -> None:
     slot_of = np.roll(np.asarray(half.tables.slot_of), NUM_EXPERTS // 2 - 5, axis=1)
     half.tables = replace(half.tables, slot_of=jnp.array(slot_of))
-    for layer, expert in np.argwhere(slot_of >= 0):
-        half.fill_slot(int(layer), int(expert))
+    half.copy_experts([Fill(int(b), int(e), int(slot_of[b, e])) for b, e in np.argwhere(slot_of >= 0)])
     for layer in range(NUM_BLOCKS):
         half.banks = _with_bank(half, layer, np.flatnonzero(slot_of[layer] >= 0), POISON)
     assert outputs(half) == expected
@@ -278,7 +278,7 @@ def test_the_arena_is_updated_in_place(whole: Engine) -> None:
         assert whole.arena.unsafe_buffer_pointer() == where
     for _ in session.force(LAST):
         assert whole.arena.unsafe_buffer_pointer() == where
-    whole.fill_slot(0, 0)
+    whole.copy_experts([Fill(0, 0, int(whole.residency.slot_of[0, 0]))])
     assert whole.arena.unsafe_buffer_pointer() == where
 
 

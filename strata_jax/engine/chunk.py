@@ -1,0 +1,141 @@
+"""A prompt chunk, block by block, and which programs prompts and rounds need in all.
+
+A chunk runs as a sequence of programs that the host starts without reading anything in between, so it can also be run
+on shapes alone (`Programs.shapes_only`): that compiles the programs before their arrays take any memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strata_jax.engine.attention import IndexState
+from strata_jax.engine.decode import tail_of
+from strata_jax.engine.experts import ExpertCounts
+from strata_jax.engine.model import State
+from strata_jax.engine.sampler import sampling_arrays
+from strata_jax.sampling import Sampling
+
+if TYPE_CHECKING:
+    from strata_jax.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class ChunkRead:
+    """What is left of a chunk: streams f32[T, C, E] of trunk and draft block, expert counts of every block."""
+
+    streams: jax.Array
+    draft_streams: jax.Array | None
+    counts: list[ExpertCounts]
+
+
+def read_chunk(
+    engine: Engine, state: State, ids: np.ndarray, ple_rows: np.ndarray | None, start: int, count: int
+) -> tuple[jax.Array, State, ChunkRead]:
+    """Read ``count`` of the tokens i32[T] from position ``start`` on.
+
+    Returns:
+        the arena's core with the new cells (the old one is used up), the state after them, and the rest.
+    """
+    programs, weights, tables, segments = engine.programs, engine.weights.without_head(), engine.tables, engine.segments
+    first, num = np.int32(start), np.int32(count)
+    blocks, counts = list(state.blocks), []
+    draft_state, tail = state.draft, state.draft_tail
+    if isinstance(draft_state, IndexState) and tail is not None:
+        draft_state = IndexState(draft_state.keys, tail)  # forget a token that was chosen but never committed
+    streams, arena, history = programs.embed(weights, ids), engine.arena, state.ple_history
+    attention_row = 0
+    for layer, w in enumerate(weights.blocks):
+        bank, number = engine.banks[layer], np.int32(layer)
+        if w.ple is not None:
+            streams, history = programs.ple_chunk(streams, ple_rows, w.ple, history, num)
+        kind, w = engine.block_kind[layer], replace(w, ple=None)
+        if engine.geometry.recurrent[layer]:
+            streams, blocks[layer], used = programs.gdn_chunk(
+                kind, w, bank, arena, segments, tables, number, streams, blocks[layer], first, num
+            )
+        else:
+            streams, arena, blocks[layer], used = programs.attention_chunk(
+                kind, w, bank, arena, segments, tables, number, np.int32(attention_row), streams, blocks[layer], first,
+                num,
+            )  # fmt: skip
+            attention_row += 1
+        counts.append(used)
+    draft_streams = None
+    if engine.plan.with_draft:
+        draft_streams, arena, draft_state, hidden, used = programs.draft_chunk(
+            weights, engine.banks[-1], tables, arena, segments, draft_state, ids, streams, state.hidden, first, num
+        )
+        counts.append(used)
+    else:
+        hidden = programs.last_hidden(streams, num)
+    tail = tail_of(draft_state)
+    if tail is not None:
+        tail = programs.second(tail)
+    return arena, State(tuple(blocks), draft_state, tail, history, hidden), ChunkRead(streams, draft_streams, counts)
+
+
+def window_rows(num_tokens: int, spec_window: int, num_drafts: int, min_p: float) -> int:
+    """Return the rows of the program for a window.
+
+    There are two at most: the full window with unused rows masked, and a lone token where that is the rule.
+    """
+    return 1 if num_tokens == 1 and (num_drafts == 0 or min_p > 0) else spec_window
+
+
+def compile_programs(engine: Engine, lent_segments: Mapping[int, int], min_p: float = 0.0) -> None:
+    """Compile what prompts, greedy and sampled rounds, and moves will run, from shapes alone.
+
+    Args:
+        lent_segments: how many segments are lent while a prompt is read in chunks of a bucket; 0 for others.
+        min_p: as for `Session.decode`.
+    """
+    with engine.programs.shapes_only():
+        for bucket in engine.plan.prefill_buckets:
+            _compile_chunk(_abstract(engine, lent_segments.get(bucket, 0)), bucket)
+        _compile_rounds(_abstract(engine, 0), min_p)
+        _compile_fills(_abstract(engine, 0))
+
+
+def _abstract(engine: Engine, num_lent: int) -> Engine:
+    """The engine with shapes in place of the arena's arrays, the last segments missing."""
+    words = engine.plan.page_bytes // 4
+    pages = engine.residency.layout.array_pages
+    arrays: Any = [jax.ShapeDtypeStruct((num, words), jnp.uint32) for num in pages[: len(pages) - num_lent]]
+    return replace(engine, arena=arrays[0], segments=tuple(arrays[1:]))
+
+
+def _compile_chunk(engine: Engine, bucket: int) -> None:
+    state: Any = jax.eval_shape(engine.empty_state)
+    ids = np.zeros(bucket, np.int32)
+    read_chunk(engine, state, ids, engine.ple_rows([], [0], bucket), 0, 1)
+
+
+def _compile_rounds(engine: Engine, min_p: float) -> None:
+    programs, plan, g = engine.programs, engine.plan, engine.geometry
+    state: Any = jax.eval_shape(engine.empty_state)
+    streams: Any = jax.ShapeDtypeStruct((1, g.num_streams, g.embed_width), jnp.float32)
+    how, zero, one = sampling_arrays(Sampling()), np.int32(0), np.int32(1)
+    scores = programs.head(engine.weights.out_mixer, engine.head(), streams)
+    programs.sample(scores, zero, how)
+    num_drafts = plan.spec_window - 1 if plan.with_draft else 0
+    before = (engine.weights, engine.banks, engine.tables, engine.arena, engine.segments, state)
+    if num_drafts:
+        hidden: Any = jax.ShapeDtypeStruct((1, *state.hidden.shape), jnp.float32)
+        programs.first_window(num_drafts, *before, np.zeros(1, np.int32), hidden, zero, one, np.float32(0))
+    for num_tokens in {1, plan.spec_window}:
+        size = window_rows(num_tokens, plan.spec_window, num_drafts, min_p)
+        ids = np.zeros(size, np.int32)
+        rows = engine.ple_rows([], [0], size)
+        programs.decode(num_drafts, *before, ids, one, zero, rows, ids, how, np.float32(0))
+
+
+def _compile_fills(engine: Engine) -> None:
+    for array in engine.arrays:
+        for bank in engine.banks:
+            engine.programs.fill(array, bank, [0], [0])
