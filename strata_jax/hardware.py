@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,11 @@ GIB = 2**30
 
 RAM_RESERVE_MAX_BYTES = 4864 * MIB  # 4.75 GiB: 4 GiB for resident expert copies' headroom, 768 MiB for the process
 CGROUP_V1_UNLIMITED = 2**60  # cgroup v1 writes a page-rounded 2^63 for "no limit"
+# per limit file: the file with the bytes in use, and the part of them in memory.stat that is given back on demand
+CGROUP_USE = {
+    "memory.max": ("memory.current", "inactive_file"),
+    "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
+}
 NVIDIA_SMI_TIMEOUT_S = 20
 # Distributions that let JAX use an NVIDIA GPU; their modules are looked up, not imported.
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -170,15 +176,26 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def cgroup_limit_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
     """Return the smallest memory limit of this process's cgroup and those above it (v2 and v1), or None without one."""
-    limits: list[int] = []
-    for mount, path, file_name in _cgroup_places(root, own):
-        place = mount / path.lstrip("/")
-        while True:
-            limits += _read_limit(place / file_name)
-            if place == mount or mount not in place.parents:
-                break
-            place = place.parent
-    return min(limits, default=None)
+    return min((limit for _, _, limit in _cgroup_limits(root, own)), default=None)
+
+
+def available_ram_bytes(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup"), host_bytes: int | None = None
+) -> int | None:
+    """Return the RAM that can be had now: the host's, or what a memory limit of a cgroup leaves; None if not known.
+
+    Page cache that the kernel gives back on demand counts as available, as it does in the host's own number.
+    """
+    try:
+        rooms = [psutil.virtual_memory().available if host_bytes is None else host_bytes]
+        for folder, limit_file, limit in _cgroup_limits(root, own):
+            use_file, cache_key = CGROUP_USE[limit_file]
+            used = int((folder / use_file).read_text(encoding="utf-8"))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+            rooms.append(limit - max(0, used - int(stat[cache_key])))
+    except (OSError, ValueError, KeyError, RuntimeError, psutil.Error):
+        return None
+    return max(0, min(rooms))
 
 
 def first_gpu() -> Gpu | None:
@@ -219,6 +236,18 @@ def _cgroup_places(root: Path, own: Path) -> list[tuple[Path, str, str]]:
             elif "memory" in controllers.split(","):
                 places.append((root / "memory", path, "memory.limit_in_bytes"))
     return places
+
+
+def _cgroup_limits(root: Path, own: Path) -> Iterator[tuple[Path, str, int]]:
+    """Yield (folder, name of the limit file, bytes) of every memory limit of this process's cgroup and those above."""
+    for mount, path, file_name in _cgroup_places(root, own):
+        place = mount / path.lstrip("/")
+        while True:
+            for limit in _read_limit(place / file_name):
+                yield place, file_name, limit
+            if place == mount or mount not in place.parents:
+                break
+            place = place.parent
 
 
 def _read_limit(path: Path) -> list[int]:

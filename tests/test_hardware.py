@@ -13,6 +13,7 @@ from strata_jax.hardware import (
     MIB,
     Gpu,
     Hardware,
+    available_ram_bytes,
     cgroup_limit_bytes,
     describe_local,
     parse_gpu,
@@ -69,6 +70,44 @@ def test_cgroup_v1_limit_and_its_word_for_none(tmp_path: Path) -> None:
     (folder / "memory.limit_in_bytes").write_text(str(GIB), encoding="utf-8")
     assert cgroup_limit_bytes(tmp_path, own) == GIB
     assert cgroup_limit_bytes(tmp_path / "nowhere", tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 50 * GIB),
+        ({"memory.max": "max"}, 50 * GIB),
+        # cache that is given back on demand is available
+        (
+            {"memory.max": str(8 * GIB), "memory.current": str(6 * GIB), "memory.stat": f"anon 5\ninactive_file {GIB}"},
+            3 * GIB,
+        ),
+        ({"memory.max": str(8 * GIB), "memory.current": str(9 * GIB), "memory.stat": "inactive_file 0"}, 0),
+        ({"memory.max": str(80 * GIB), "memory.current": "0", "memory.stat": "inactive_file 0"}, 50 * GIB),
+        # a limit without a known use: nothing is known
+        ({"memory.max": str(8 * GIB)}, None),
+        ({"memory.max": str(8 * GIB), "memory.current": "5", "memory.stat": "anon 5"}, None),
+    ],
+)
+def test_available_ram_is_what_the_host_and_every_limit_leave(
+    tmp_path: Path, files: dict[str, str], expected: int | None
+) -> None:
+    folder = tmp_path / "jobs" / "mine"
+    folder.mkdir(parents=True)
+    own = tmp_path / "self"
+    own.write_text("0::/jobs/mine\n", encoding="utf-8")
+    for name, text in files.items():
+        (folder.parent / name).write_text(text, encoding="utf-8")  # a limit of the cgroup above counts
+    assert available_ram_bytes(tmp_path, own, 50 * GIB) == expected
+
+
+def test_available_ram_under_cgroup_v1(tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    for name, text in (("limit_in_bytes", str(4 * GIB)), ("usage_in_bytes", str(3 * GIB))):
+        (folder / f"memory.{name}").write_text(text, encoding="utf-8")
+    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {2 * GIB}\n", encoding="utf-8")
+    assert available_ram_bytes(tmp_path, tmp_path / "nothing", 50 * GIB) == 3 * GIB
 
 
 def test_this_machine_can_be_described() -> None:
