@@ -18,7 +18,7 @@ import yaml
 
 from strata_jax.sim.fit import Fit, fit_all
 from strata_jax.sim.fit_memory import fit_memory
-from strata_jax.sim.profile import FOLDER, profile_names
+from strata_jax.sim.profile import FOLDER, load_profile, profile_names
 from strata_jax.sim.profile_file import UNITS, Number, profile_yaml, read_numbers
 
 HEADER = "Written by bench/fit_profiles.py: numbers marked fitted are replaced by every fit, the others are kept."
@@ -32,6 +32,7 @@ def main() -> None:
     if arguments.write:
         for name, numbers in fit_memory().items():  # speeds are fitted on the plans that follow from it
             rewrite(name, numbers)
+        load_profile.cache_clear()
     fit = fit_all()
     show(fit)
     if arguments.write:

@@ -41,7 +41,9 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     pictures = draw_sweep(rows, record.directory, config.grid.plot_y, name="grid") if config.sweep.plots else []
     _print(rows, config.grid.plot_y, [record.directory / "grid.csv", *pictures])
     bad = [row for row in rows if row["is_error"]]
-    record.update(extra={"executor": "sim", "points": len(rows), "without_result": sum(r["status"] != "ok" for r in rows)})
+    record.update(
+        extra={"executor": "sim", "points": len(rows), "without_result": sum(r["status"] != "ok" for r in rows)}
+    )
     if bad:
         raise DoesNotFit(
             f"{len(bad):,} of {len(rows):,} points have no result; the first: {given_text(bad[0])}: {bad[0]['reason']}"

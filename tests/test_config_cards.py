@@ -88,12 +88,8 @@ def test_presets_compose_with_switches_and_parameters(compose_config: Compose) -
     assert config.kv.grow.step_cells == 4096
 
 
-@pytest.mark.parametrize(
-    ("compat", "tokens"), [("native", 64), ("upstream", 0)]
-)
-def test_short_reads_make_room_for_the_originals_head_alias(
-    compat: str, tokens: int, compose_config: Compose
-) -> None:
+@pytest.mark.parametrize(("compat", "tokens"), [("native", 64), ("upstream", 0)])
+def test_short_reads_make_room_for_the_originals_head_alias(compat: str, tokens: int, compose_config: Compose) -> None:
     config = compose_config(["hardware=rtx5090", "policy=head_alias", f"policy.compat={compat}"])
     assert config.prefill.short_read_tokens == tokens
 
@@ -105,7 +101,6 @@ def test_short_reads_make_room_for_the_originals_head_alias(
         (["kv.grow.enabled=true"], ["kv.grow.enabled=true", "policy.kv_grow.enabled=false"]),
         (["policy=own_prefill", "prefill.own='off'"], ["prefill.own=off", "policy.prefill_own.enabled=true"]),
         (["policy.kv_grow.enabled=auto"], ["policy.kv_grow.enabled=auto", "policy=baseline"]),
-        (["policy=auto", "kv.grow.enabled=true"], ["kv.grow.enabled=true", "policy.kv_grow.enabled=auto"]),
         (["prefill.own='on'"], ["prefill.own=on", "policy.prefill_own.enabled=false"]),
         (
             ["policy.conversation_budget.enabled=true", "conversation.budget_mib=0"],

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,28 @@ def test_parallel_jobs_share_one_table(tmp_path: Path) -> None:
     rows = table(tmp_path / "sweep")
     assert [row["job"] for row in rows] == ["0", "1", "2", "3", "4"]
     assert [row["status"] for row in rows] == ["ok", "ok", "ok", "ok", "unfit"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("joblib") is not None, reason="the extra `sweep` is installed")
+def test_a_launcher_that_is_not_installed_says_which_extra_brings_it(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, "-m", *CARD, "spec.window=1,4", "hydra/launcher=joblib")
+    assert code == 2
+    assert err == 'error: hydra/launcher=joblib: it is not installed: pip install -e ".[sweep]"\n'
+
+
+def documented_simulations() -> list[str]:
+    """Return the README's commands that simulate one run or sweep, without a file of the user's own."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    python run.py")]
+    skipped = ("model.path", "launcher", "experiment", "reproduce", "resume")
+    return [line for line in lines if "hardware=" in line and not any(word in line for word in skipped)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", documented_simulations())
+def test_documented_simulations_run(line: str, tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, *shlex.split(line, comments=True)[2:])
+    assert (code, err) == (0, "")
 
 
 @pytest.mark.slow

@@ -180,8 +180,13 @@ class HeadAliasPolicy:
         high=16_777_216,
         executors=IN_SIM,
     )
-    spare_mib: int = setting(
-        512, "device memory that the hybrid layout leaves free", unit="MiB", low=0, high=1_048_576, executors=IN_SIM
+    spare_mib: int | str = setting(
+        AUTO,
+        "device memory that the hybrid layout leaves free; auto: 512 with policy.compat=upstream, else the reserve",
+        unit="MiB",
+        low=0,
+        high=1_048_576,
+        executors=IN_SIM,
     )
     pinned: bool | str = setting(
         AUTO,
@@ -200,16 +205,15 @@ class HeadAliasPolicy:
     )
     large_chunks: bool | str = setting(
         AUTO,
-        "try chunks above 2,048 tokens; auto: yes, but not with policy.compat=upstream, as the original does not",
+        "try every chunk on the grid of 256 tokens; auto: yes, but with policy.compat=upstream the original's four, up"
+        " to 2,048",
         executors=IN_SIM,
     )
 
 
 @dataclass
 class KvGrowPolicy:
-    enabled: bool | str = setting(
-        False, f"{USE}; its parameters are kv.grow.*", words=(AUTO,), executors=IN_SIM
-    )
+    enabled: bool | str = setting(False, f"{USE}; its parameters are kv.grow.*", words=(AUTO,), executors=IN_SIM)
 
 
 @dataclass
@@ -252,9 +256,7 @@ class PromptCacheConfig:
         high=1024,
         executors=IN_SIM,
     )
-    every: int = setting(
-        16_384, "tokens between checkpoints", unit="tokens", low=1, high=16_777_216, executors=IN_SIM
-    )
+    every: int = setting(16_384, "tokens between checkpoints", unit="tokens", low=1, high=16_777_216, executors=IN_SIM)
     root: int = setting(
         2_048,
         "the first turn boundary from here on is kept for good",
@@ -333,6 +335,4 @@ class UpstreamConfig:
     ple_io: str = setting(
         "direct", "how the n-gram table is read", available=("direct", "mmap", "ram"), executors=IN_SIM
     )
-    device_host: str = setting(
-        "cuda", "runtime of the device", available=("cuda", "hip", "sycl"), executors=IN_SIM
-    )
+    device_host: str = setting("cuda", "runtime of the device", available=("cuda", "hip", "sycl"), executors=IN_SIM)

@@ -23,6 +23,7 @@ from strata_jax.config.schema import RunConfig
 from strata_jax.errors import ConfigError
 
 CLIENT_SETTINGS = ("engine.platform", "engine.mem_fraction", "engine.preallocate")  # fixed when JAX starts
+PLUGIN_EXTRAS = {"hydra/launcher": {"joblib": "sweep", "ray": "ray"}}  # options that an extra of this package brings
 SCHEMA_NAME = "schema"  # the first entry of the defaults list in conf/config.yaml
 
 
@@ -92,9 +93,7 @@ def check_overrides(overrides: Sequence[str], groups: Iterable[str], *, multirun
     path = next((o for o in parsed if o.key_or_group == "model.path" and o.value() is not None), None)
     quant = next((o for o in parsed if o.key_or_group.split(".")[0] == "quant"), None)
     if path is not None and quant is not None and quant.value() != "file":
-        problems.append(
-            f"model.path and {quant.input_line}: a file has the types that it has. Leave one of them out."
-        )
+        problems.append(f"model.path and {quant.input_line}: a file has the types that it has. Leave one of them out.")
     if multirun:
         problems += _sweep_problems(parsed)
     if problems:
@@ -128,6 +127,8 @@ def explain(error: BaseException) -> str:
         return _unreadable(str(error.override))
     if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if group in PLUGIN_EXTRAS and option in PLUGIN_EXTRAS[group]:
+            return f'{group}={option}: it is not installed: pip install -e ".[{PLUGIN_EXTRAS[group][option]}]"'
         if group and error.options:
             return f"{group}={option}: there is no such option; this version has {', '.join(error.options)}."
         return " ".join(str(error).split("Config search path")[0].split())

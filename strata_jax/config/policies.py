@@ -46,8 +46,8 @@ def _switches_and_nodes(config: RunConfig) -> list[str]:
     searched = [name for name in SWITCHES if getattr(policy, name).enabled == AUTO]
     if searched and policy.name != AUTO:
         problems.append(
-            f"policy.{searched[0]}.enabled=auto and policy={policy.name}: only policy=auto searches. Give true or false,"
-            " or choose policy=auto."
+            f"policy.{searched[0]}.enabled=auto and policy={policy.name}: only policy=auto searches. Give true or"
+            " false, or choose policy=auto."
         )
     return problems
 

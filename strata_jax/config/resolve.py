@@ -50,16 +50,28 @@ def _resolve_sim(config: RunConfig, *, strata: bool) -> None:
         config.spec.suffix_draft = STRATA_SUFFIX_DRAFT if strata else 0
     if config.spec.draft_vocab == AUTO and strata:
         config.spec.draft_vocab = STRATA_DRAFT_VOCAB
+    _resolve_given_switches(config)
     if not searches(config):  # what follows from the policies is known when they are
         _resolve_policies(config, strata=strata)
+
+
+def _resolve_given_switches(config: RunConfig) -> None:
+    """A switch that is left to the search follows the setting that it steers, where that is given."""
+    policy, grow, own = config.policy, config.kv.grow.enabled, config.prefill.own
+    if policy.kv_grow.enabled == AUTO and grow != AUTO:
+        policy.kv_grow.enabled = grow
+    if policy.prefill_own.enabled == AUTO and own is not OwnBuffers.auto:
+        policy.prefill_own.enabled = own is OwnBuffers.on
+    if policy.conversation_budget.enabled == AUTO and config.conversation.budget_mib == 0:
+        policy.conversation_budget.enabled = False
 
 
 def _resolve_policies(config: RunConfig, *, strata: bool) -> None:
     grow, alias = config.kv.grow, config.policy.head_alias
     if grow.enabled == AUTO:
         grow.enabled = config.policy.kv_grow.enabled
-    if config.policy.name == AUTO and config.policy.conversation_budget.enabled is True:
-        config.conversation.budget_mib = config.conversation.budget_mib or CONVERSATION_BUDGET_MIB
+    if config.conversation.budget_mib == AUTO:
+        config.conversation.budget_mib = CONVERSATION_BUDGET_MIB if config.policy.conversation_budget.enabled else 0
     if grow.init_cells == AUTO:
         grow.init_cells = GROW_INIT_CELLS
     if grow.step_cells == AUTO:

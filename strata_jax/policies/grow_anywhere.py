@@ -75,7 +75,7 @@ def loan_edge(ctx: PolicyContext, slots: SlotTable) -> SlotTable:
     """Return the table with the loan's first slot as the plan has it, or lower where the loan has lost slots."""
     prompt = ctx.plan.prompt
     if not prompt.lent_slots:
-        return replace(slots, low=slots.num_slots, top=slots.num_slots)
+        return replace(slots, low=slots.num_present, top=slots.num_present)
     own = prompt.own_bytes if prompt.layout == "hybrid" else 0
     first = slots.loan_first(max(0, prompt.buffer_bytes - own))
     least = _first_lendable(ctx, slots)

@@ -87,9 +87,11 @@ def relend(ctx: PolicyContext, state: MemoryState) -> MemoryState:
     At least 128 slots stay, and 90 % of the slots may be lent (85 % when experts are not pinned; planning notes 2.6).
     """
     slots, prompt = state.slots, ctx.plan.prompt
-    if not prompt.lent_slots or slots.low < slots.top:
+    if slots.low < slots.top:
         return refit_chunk(ctx, state, slots.top) or state
     present = slots.num_present
+    if not prompt.lent_slots:
+        return with_slots(state, low=present, top=present)
     if present == slots.num_slots and not slots.given:
         return replace(
             with_slots(state, low=prompt.first_lent, top=prompt.first_lent), chunk_tokens=prompt.chunk_tokens

@@ -107,11 +107,17 @@ def make_row(
         "job": job,
         "status": status.value,
         "is_error": status is not Status.OK and (unfit_is_error or status is not Status.UNFIT),
-        "overrides": {key: value for key, value in map(split_override, overrides) if key.split(".")[0] not in REPORTING},
+        "overrides": {
+            key: value for key, value in map(split_override, overrides) if key.split(".")[0] not in REPORTING
+        },
         "values": values,
         "wall_s": summary.get("wall_s"),
         "directory": directory,
-        "reason": "" if error is None else f"{type(error).__name__}: {error}" if status is Status.FAILED else str(error),
+        "reason": ""
+        if error is None
+        else f"{type(error).__name__}: {error}"
+        if status is Status.FAILED
+        else str(error),
     }
 
 

@@ -97,7 +97,9 @@ def _draw_lines(
                     at.setdefault(x, []).append(point.values[measure])
             xs, colour = sorted(at), LINE_COLOURS[idx % len(LINE_COLOURS)]
             if crowded:
-                axis.fill_between(xs, [min(at[x]) for x in xs], [max(at[x]) for x in xs], color=colour, alpha=0.12, lw=0)
+                axis.fill_between(
+                    xs, [min(at[x]) for x in xs], [max(at[x]) for x in xs], color=colour, alpha=0.12, lw=0
+                )
             axis.plot(
                 xs, [statistics.median(at[x]) for x in xs], "o-", ms=4, color=colour, label=name or None,
                 lw=1.6 + 0.8 * (len(groups) - 1 - idx),  # lines that coincide stay visible
@@ -109,9 +111,7 @@ def _draw_lines(
     save(figure, path)
 
 
-def _draw_bars(
-    points: Sequence[Point], key: str, others: Sequence[str], measures: Sequence[str], path: Path
-) -> None:
+def _draw_bars(points: Sequence[Point], key: str, others: Sequence[str], measures: Sequence[str], path: Path) -> None:
     """Bars for a setting that is no number; with more lines than can be told apart, the range over them as a stroke."""
     figure, axes = new_figure(len(measures))
     names = list(dict.fromkeys(str(point.settings.get(key, "")) for point in points))
@@ -131,7 +131,9 @@ def _draw_bars(
                 value_of = {str(p.settings.get(key, "")): p.values[measure] for p in group if _has(p.values, measure)}
                 places = [names.index(name) + (idx - (len(groups) - 1) / 2) * width for name in value_of]
                 axis.bar(places, list(value_of.values()), width * 0.92, color=LINE_COLOURS[idx], label=label or None)
-        axis.set_xticks(range(len(names)), names, rotation=20 if len(names) > 4 else 0, ha="right" if len(names) > 4 else "center")
+        axis.set_xticks(
+            range(len(names)), names, rotation=20 if len(names) > 4 else 0, ha="right" if len(names) > 4 else "center"
+        )
         _finish(axis, key, MEASURES.get(measure, measure))
     _legend(figure, axes[0], groups)
     save(figure, path)
@@ -145,7 +147,11 @@ def _draw_scatter(
     groups = group_points(points, _words(points, varying)[:1])
     for axis, measure in zip(axes, measures, strict=True):
         for idx, (name, group) in enumerate(groups.items()):
-            pairs = [(p.values[column], p.values[measure]) for p in group if _has(p.values, column) and _has(p.values, measure)]
+            pairs = [
+                (p.values[column], p.values[measure])
+                for p in group
+                if _has(p.values, column) and _has(p.values, measure)
+            ]
             axis.scatter(
                 [x for x, _ in pairs], [y for _, y in pairs], s=22, alpha=0.75, lw=0,
                 color=LINE_COLOURS[idx % len(LINE_COLOURS)], label=name or None,

@@ -101,7 +101,8 @@ def calibrate(
         numbers={key: numbers[key] for key in UNITS},
         fit_name=name,
     )
-    profile = profile.with_values(SOURCE, "measured", launch_ms=0.0, row_ms=0.0, draft_ms=0.0)
+    # a segment costs its chunks and a round its window here; drafts are part of the round
+    profile = profile.with_values(SOURCE, "measured", segment_ms=0.0, launch_ms=0.0, row_ms=0.0, draft_ms=0.0)
 
     def chunk_ms(candidate: Profile) -> list[float]:
         return [chunk_cost(candidate, sizes, request, chunk.facts).total_ms for chunk in chunks]

@@ -1,8 +1,8 @@
 """policy=auto: search policies and parameters with the simulator, for the least time of a whole workload.
 
 Every combination of the policies is planned and simulated; from the best one, parameters are varied one after the
-other, then every policy is turned once more. Pure and deterministic: no clock, no chance. Long workloads are sampled
-(`search_space.sample`), so that the search takes seconds.
+other, then every policy is turned once more, and again as long as that helps. Pure and deterministic: no clock, no
+chance. Long workloads are sampled (`search_space.sample`), so that the search takes seconds.
 
 A candidate that leaves less device memory free than the user's reserve asks for is shown and only chosen where nothing
 else fits: it would be faster at the cost of what the reserve is for.
@@ -16,7 +16,7 @@ from typing import Any
 
 from strata_jax.config.schema import RunConfig
 from strata_jax.errors import ConfigError, DoesNotFit, StrataError
-from strata_jax.memory.ledger import Ledger
+from strata_jax.memory.ledger import Ledger, Memory, Phase
 from strata_jax.memory.strata.result import StrataPlan
 from strata_jax.memory.strata.unfit import StrataUnfit
 from strata_jax.policies.stack import PolicyStack
@@ -37,7 +37,9 @@ from strata_jax.sim.setup import complete_setup, plan_or_unfit, requests_of, sim
 
 MIB = 2**20
 TIE_SHARE = 0.005  # candidates this near to the fastest are equal, no fit can tell them apart; the simplest is taken
+SAMPLE_REQUESTS = 40  # that a candidate is tried on, at least: whole conversations
 LEAST_GAIN = 0.005  # a parameter leaves its default for this much and more
+ROUNDS = 3  # of varying parameters and turning policies; most searches stand still after one
 OPEN_SLACK_MIB = 64  # of the reserve that the original's cache may take (planning notes 2.3)
 
 
@@ -46,8 +48,9 @@ class Facts:
     """What a candidate does with the workload. Times in ms, summed over requests; rates over all of their tokens.
 
     Attributes:
-        switch_ms: parking and restoring. head_ms: unloading and loading the head. free_mib: least free device memory.
-        reserve_mib: what must stay free of it once the engine is ready; less breaks the reserve.
+        switch_ms: parking and restoring. head_ms: unloading and loading the head.
+        free_mib: least free device memory in any phase. reserve_mib: what the reserve asks for once the engine is
+            ready: the user's, less what is taken after the cache is sized and the slack the original allows itself.
     """
 
     total_ms: float
@@ -131,7 +134,8 @@ class Search:
     def error(self) -> StrataError:
         """Return why nothing can be chosen: the plain candidate's reason and how many others failed."""
         reason = self.plain.error
-        text = f"policy=auto: none of {len(self.candidates)} candidates can run this workload; {self.plain.label}: {reason}"
+        count = len(self.candidates)
+        text = f"policy=auto: none of {count} candidates can run this workload; {self.plain.label}: {reason}"
         if isinstance(reason, DoesNotFit):
             return DoesNotFit(text, shortfall_bytes=reason.shortfall_bytes)
         return ConfigError(text)
@@ -174,7 +178,7 @@ class _Searcher:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.requests = requests_of(config)
-        self.sampled = sample(self.requests, config.policy.search.requests)
+        self.sampled = sample(self.requests, SAMPLE_REQUESTS)
         self.candidates: list[Candidate] = []
         self.plans: list[tuple[Any, Candidate]] = []
         self.tried: dict[str, tuple[Any, ...]] = {}
@@ -184,10 +188,15 @@ class _Searcher:
         for settings in switch_settings(self.config):
             self._try(settings)
         best = best_of(self.candidates)
-        if best is not None:
+        for _ in range(ROUNDS):
+            if best is None:
+                break
             best = self._vary_parameters(best)
             turned = [self._try(settings) for settings in flipped(self.config, best.settings)]
-            best = best_of([best, *turned]) or best
+            better = best_of([best, *turned]) or best
+            if better is best:
+                break
+            best = better
         return Search(tuple(self.candidates), best, self.tried, len(self.requests), len(self.sampled))
 
     def _vary_parameters(self, best: Candidate) -> Candidate:
@@ -236,7 +245,8 @@ def facts_of(plan: StrataPlan, done: SimRun) -> Facts:
     """Return what counts of a simulation."""
     every = done.requests
     lookups = sum(r.lookups for r in every)
-    free = min((min(r.free_mib, r.free_decode_mib) for r in every), default=plan.free_after_start_mib)
+    planned = [plan.card.vram_bytes - plan.ledger.total_bytes(phase, Memory.DEVICE) for phase in Phase]
+    free = min([max(0, left) / MIB for left in planned] + [min(r.free_mib, r.free_decode_mib) for r in every])
     return Facts(
         total_ms=done.total_ms,
         prompt_ms=sum(r.prompt_ms for r in every),

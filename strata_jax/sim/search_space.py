@@ -22,12 +22,13 @@ Settings = Mapping[str, Any]  # dotted setting -> value
 
 INSIDE = "policy.head_alias.inside_head"
 BORROW = "prefill.borrow"
+HEAD_ALIAS = "policy.head_alias.enabled"
 
 # Words for a table; a switch that is off, or a parameter at its default, has none.
 SWITCHES: Mapping[str, str] = {
     "policy.prefill_own.enabled": "own_prefill",
     "policy.conversation_budget.enabled": "conversation_budget",
-    "policy.head_alias.enabled": "head_alias",
+    HEAD_ALIAS: "head_alias",
     "policy.kv_grow.enabled": "kv_grow",
 }
 
@@ -46,7 +47,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("prefill.chunk", "", ("auto:1024", "auto:2048", "auto:4096", "auto:16384", "auto:32768")),
     Parameter("kv.grow.init_cells", "policy.kv_grow.enabled", (4_096, 8_192, 32_768, 65_536)),
     Parameter("kv.grow.step_cells", "policy.kv_grow.enabled", (2_048, 4_096, 16_384, 32_768)),
-    Parameter("policy.head_alias.min_fresh_tokens", "policy.head_alias.enabled", (0, 512, 1_024, 2_048)),
+    Parameter("policy.head_alias.min_fresh_tokens", HEAD_ALIAS, (0, 512, 1_024, 2_048)),
     Parameter("prefill.own", "policy.prefill_own.enabled", (OwnBuffers.on,), OwnBuffers.auto),
 )
 
@@ -60,19 +61,28 @@ def switch_settings(config: RunConfig) -> Iterator[Settings]:
     """Yield every combination of the free switches, the plain one first; the head's bytes serve in two ways."""
     free = free_switches(config)
     orders = [(True, False) if name == BORROW else (False, True) for name in free]
-    two_ways = value_of(config, INSIDE) == AUTO and config.policy.compat is Compat.native
     for values in itertools.product(*orders):
         settings = dict(zip(free, values, strict=True))
-        yield settings
-        if two_ways and settings.get("policy.head_alias.enabled", config.policy.head_alias.enabled) is True:
-            yield {**settings, INSIDE: True}
+        yield from _both_ways(config, settings)
 
 
 def flipped(config: RunConfig, settings: Settings) -> Iterator[Settings]:
-    """Yield the settings with one free switch turned the other way."""
+    """Yield the settings with one free switch turned the other way; the head's bytes then serve in both ways."""
     for name in free_switches(config):
-        other = {key: value for key, value in settings.items() if key != INSIDE or name != "policy.head_alias.enabled"}
-        yield {**other, name: not settings[name]}
+        turned = {**settings, name: not settings[name]}
+        if name == HEAD_ALIAS:
+            turned.pop(INSIDE, None)
+            yield from _both_ways(config, turned)
+        else:
+            yield turned
+
+
+def _both_ways(config: RunConfig, settings: Settings) -> Iterator[Settings]:
+    """Yield the settings, and with the head lent also the variant where prompt buffers lie inside its bytes."""
+    yield settings
+    free = value_of(config, INSIDE) == AUTO and config.policy.compat is Compat.native
+    if free and settings.get(HEAD_ALIAS, config.policy.head_alias.enabled) is True:
+        yield {**settings, INSIDE: True}
 
 
 def parameters(config: RunConfig, settings: Settings) -> Iterator[Parameter]:
@@ -108,7 +118,7 @@ def sample(requests: Sequence[SimRequest], least: int) -> tuple[SimRequest, ...]
         return tuple(requests)
     names = list(dict.fromkeys(request.conversation for request in requests))
     longest = max(requests, key=lambda r: r.prompt_tokens + r.output_tokens).conversation
-    sizes = {name: 0 for name in names}
+    sizes = dict.fromkeys(names, 0)
     for request in requests:
         sizes[request.conversation] += 1
     chosen, count = {longest}, sizes[longest]

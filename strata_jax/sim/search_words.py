@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -16,7 +16,7 @@ FITTED_CHUNK_TOKENS = 8_192  # largest chunk of the published runs that profiles
 COLUMNS = (
     "candidate", "time s", "prompt tok/s", "decode tok/s", "slots", "chunk", "free MiB", "warnings", "remark",
 )  # fmt: skip
-MAX_ROWS = 18  # on the terminal
+MAX_ROWS = 12  # on the terminal
 UP, DOWN = 1.005, 0.995  # changes that are worth a word
 
 
@@ -88,7 +88,8 @@ def _headline(plain: Candidate, chosen: Candidate) -> str:
         return f"{time}. {plain.label} cannot run: {_short(plain.error)}"
     if chosen is plain:
         return f"{time}. No other candidate is {TIE_SHARE:.1%} faster and keeps the reserve."
-    return f"{time}, {_percent(plain.facts.total_ms, chosen.facts.total_ms)} against {plain.label} ({_s(plain.facts.total_ms)})."
+    share = _percent(plain.facts.total_ms, chosen.facts.total_ms)
+    return f"{time}, {share} against {plain.label} ({_s(plain.facts.total_ms)})."
 
 
 def _against_plain(plain: Candidate, chosen: Candidate) -> Iterator[str]:
@@ -101,16 +102,19 @@ def changes(before: Facts, after: Facts) -> list[str]:
     """Return the quantities that differ between two candidates, with what each does to the time."""
     said = []
     if after.kv_start_cells != before.kv_start_cells:
-        said.append(f"{after.kv_start_cells:,} cells of K/V are mapped at the start instead of {before.kv_start_cells:,}.")
+        said.append(
+            f"{after.kv_start_cells:,} cells of K/V are mapped at the start instead of {before.kv_start_cells:,}."
+        )
     if after.slots != before.slots or abs(after.hit_rate - before.hit_rate) > 0.002:
         said.append(
-            f"{after.slots:,} expert slots instead of {before.slots:,}: {after.hit_rate:.1%} of look-ups hit while decoding"
-            f" instead of {before.hit_rate:.1%}; decoding takes {_s(after.decode_ms)} instead of {_s(before.decode_ms)}."
+            f"{after.slots:,} expert slots instead of {before.slots:,}: {after.hit_rate:.1%} of look-ups hit while"
+            f" decoding instead of {before.hit_rate:.1%}; decoding takes {_s(after.decode_ms)} instead of"
+            f" {_s(before.decode_ms)}."
         )
     if after.chunk_tokens != before.chunk_tokens:
         said.append(
-            f"Prompt chunks of {after.chunk_tokens:,} tokens instead of {before.chunk_tokens:,}: the experts are streamed"
-            f" {'less' if after.chunk_tokens > before.chunk_tokens else 'more'} often; reading waits"
+            f"Prompt chunks of {after.chunk_tokens:,} tokens instead of {before.chunk_tokens:,}: the experts are"
+            f" streamed {'less' if after.chunk_tokens > before.chunk_tokens else 'more'} often; reading waits"
             f" {_s(after.copy_wait_ms)} for copies instead of {_s(before.copy_wait_ms)}."
         )
     if not DOWN < after.prompt_ms / max(1e-9, before.prompt_ms) < UP:
@@ -121,8 +125,8 @@ def changes(before: Facts, after: Facts) -> list[str]:
         )
     if after.reused_tokens != before.reused_tokens:
         said.append(
-            f"{after.reused_tokens:,} prompt tokens are reused instead of {before.reused_tokens:,}; parking and restoring"
-            f" takes {_s(after.switch_ms)} ({_s(before.switch_ms)})."
+            f"{after.reused_tokens:,} prompt tokens are reused instead of {before.reused_tokens:,}; parking and"
+            f" restoring takes {_s(after.switch_ms)} ({_s(before.switch_ms)})."
         )
     if abs(after.free_mib - before.free_mib) >= 16:
         said.append(f"At least {after.free_mib:,.0f} MiB stay free instead of {before.free_mib:,.0f} MiB.")
@@ -146,7 +150,10 @@ def _each_policy(config: RunConfig, search: Search, chosen: Candidate) -> Iterat
             yield f"{verb} {word}: nothing changes{off}."
         else:
             first = next(iter(changes(chosen.facts, other.facts)), "No single quantity moves much.")
-            yield f"{verb} {word}: {_percent(chosen.facts.total_ms, other.facts.total_ms)}. {first}"
+            broken = "" if other.facts.keeps_reserve else ", but the reserve is not kept"
+            if settings.get(INSIDE):
+                word = f"{word} inside the head's bytes"
+            yield f"{verb} {word}: {_percent(chosen.facts.total_ms, other.facts.total_ms)}{broken}. {first}"
 
 
 def _each_parameter(search: Search, chosen: Candidate) -> Iterator[str]:
@@ -169,8 +176,8 @@ def _reserve(search: Search, chosen: Candidate) -> Iterator[str]:
     assert chosen.facts is not None
     if not chosen.facts.keeps_reserve:
         yield (
-            f"Nothing that fits keeps the reserve: {chosen.facts.free_mib:,.0f} MiB stay free, {chosen.facts.reserve_mib:,.0f}"
-            " MiB should. A smaller model.max_context or kv.type would."
+            f"Nothing that fits keeps the reserve: {chosen.facts.free_mib:,.0f} MiB stay free,"
+            f" {chosen.facts.reserve_mib:,.0f} MiB should. A smaller model.max_context or kv.type would."
         )
         return
     faster = [
@@ -193,8 +200,8 @@ def _limits(search: Search, chosen: Candidate) -> Iterator[str]:
     assert chosen.facts is not None
     if chosen.facts.chunk_tokens > FITTED_CHUNK_TOKENS:
         yield (
-            f"Chunks above {FITTED_CHUNK_TOKENS:,} tokens are beyond the published runs that the profiles were fitted on:"
-            " measure before you rely on it."
+            f"Chunks above {FITTED_CHUNK_TOKENS:,} tokens are beyond the published runs that the profiles were fitted"
+            " on: measure before you rely on it."
         )
 
 
@@ -253,7 +260,11 @@ def _s(ms: float) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    text = f"{value:,.2f}" if isinstance(value, float) and value < 100 else f"{value:,.0f}" if isinstance(value, float) else (
-        f"{value:,}" if isinstance(value, int) else str(value)
+    text = (
+        f"{value:,.2f}"
+        if isinstance(value, float) and value < 100
+        else f"{value:,.0f}"
+        if isinstance(value, float)
+        else (f"{value:,}" if isinstance(value, int) else str(value))
     )
     return text.replace("|", "\\|")

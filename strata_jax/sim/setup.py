@@ -42,8 +42,8 @@ from strata_jax.sim.trace import read_routing_trace
 from strata_jax.sim.workload import sim_requests
 from strata_jax.synthetic import builtin_model_path
 
+ALIAS_SPARE_MIB = 512  # planning notes 6.2
 AUTO_CHUNK_MAX_TOKENS = 8_192  # what `auto` tries at most (planning notes 2.6)
-GROW = GrowSettings()  # published steps
 # RAM beyond the experts from which a whole copy of them is kept (planning notes 2.8, setup's rule)
 ARENA_SPARE_MIB = 10_000
 
@@ -103,7 +103,8 @@ def complete_setup(config: RunConfig, inputs: SimInputs, plan: StrataPlan) -> Si
     compat, parameters = PolicyCompat(config.policy.compat.value), policy_parameters(config)
     stack = policy_stack(inputs.sizes, plan, compat=compat, parameters=parameters)
     if plan.head_aliased and compat is PolicyCompat.NATIVE and config.policy.head_alias.min_fresh_tokens == AUTO:
-        cycle_ms = relayout_ms(inputs.profile) + head_load_ms(inputs.profile, plan.head_bytes, pinned=True)
+        pinned = config.policy.head_alias.pinned is not False
+        cycle_ms = relayout_ms(inputs.profile) + head_load_ms(inputs.profile, plan.head_bytes, pinned=pinned)
         least = break_even_tokens(stack.ctx, cycle_ms)
         parameters = replace(parameters, alias_min_fresh_tokens=least)
         stack = policy_stack(inputs.sizes, plan, compat=compat, parameters=parameters)
@@ -188,13 +189,13 @@ def strata_request(config: RunConfig, geometry: Geometry, sizes: PackSizes, card
         own=own,
         decide_at=policy.prefill_own.decide_at.name,
         head_alias=bool(policy.head_alias.enabled),
-        alias_spare_mib=policy.head_alias.spare_mib,
-        alias_inside_head=_switch(policy.head_alias.inside_head) or False,
+        alias_spare_mib=_alias_spare_mib(config),
+        alias_inside_head=bool(policy.head_alias.inside_head),
         alias_beyond=not upstream if policy.head_alias.large_chunks == AUTO else bool(policy.head_alias.large_chunks),
         grow=GrowSettings(
             enabled=kv.grow.enabled is True,
-            init_cells=_integer(kv.grow.init_cells) or GROW.init_cells,
-            step_cells=_integer(kv.grow.step_cells) or GROW.step_cells,
+            init_cells=int(kv.grow.init_cells),
+            step_cells=int(kv.grow.step_cells),
             floor_slots=kv.grow.floor_slots,
             hysteresis_steps=kv.grow.hysteresis_steps,
             anywhere=not upstream if kv.grow.anywhere == AUTO else bool(kv.grow.anywhere),
@@ -289,7 +290,9 @@ def _local_profile(machine: Hardware) -> Profile:
 
 
 def _xla_request(config: RunConfig, inputs: SimInputs) -> PlanRequest:
-    need = max((request.prompt_tokens + request.output_tokens + CONTEXT_SLACK for request in inputs.requests), default=None)
+    need = max(
+        (request.prompt_tokens + request.output_tokens + CONTEXT_SLACK for request in inputs.requests), default=None
+    )
     card = inputs.card
     return PlanRequest(
         context_cells=_integer(config.model.max_context),
@@ -313,6 +316,14 @@ def _tier(config: RunConfig, sizes: PackSizes, card: Card) -> ExpertTier:
     available = card.ram_bytes if card.ram_available_bytes is None else card.ram_available_bytes
     needed = sizes.total_expert_bytes + ARENA_SPARE_MIB * MIB
     return ExpertTier.ARENA if available >= needed else ExpertTier.RESIDENT
+
+
+def _alias_spare_mib(config: RunConfig) -> int:
+    """The original leaves 512 MiB beside hybrid buffers, whatever the reserve; natively the reserve is kept."""
+    given = _integer(config.policy.head_alias.spare_mib)
+    if given is not None:
+        return given
+    return ALIAS_SPARE_MIB if config.policy.compat is Compat.upstream else reserve_mib(config)
 
 
 def _integer(value: int | str) -> int | None:

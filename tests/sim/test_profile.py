@@ -110,7 +110,14 @@ def test_a_written_profile_reads_back(tmp_path: Path) -> None:
         "pcie_gb_s": Number(12.5, "GB/s", "measured", "a, b: c's {d}", ("row-1", "row-2")),
         "copy_share": Number(0.9, "share", "fitted", "plain", ("row-1", "row-2"), 1.25),
     }
-    texts = {"name": "mine", "title": "A card, 8 GB", "like": "rtx4090", "gpus": ["RTX 1"], "cpu": "9", "calibrated": True}
+    texts = {
+        "name": "mine",
+        "title": "A card, 8 GB",
+        "like": "rtx4090",
+        "gpus": ["RTX 1"],
+        "cpu": "9",
+        "calibrated": True,
+    }
     path = tmp_path / "mine.yaml"
     path.write_text(profile_yaml(texts, numbers, "first line\nsecond"), encoding="utf-8")
     profile = read_profile(path)

@@ -1,4 +1,4 @@
-"""From settings to planner, policies and simulator: every setting that the simulator honours arrives where it counts."""
+"""From settings to planner, policies and simulator: every setting of the simulator arrives where it counts."""
 
 from __future__ import annotations
 

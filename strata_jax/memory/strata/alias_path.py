@@ -19,14 +19,17 @@ KEPT_SLOTS = 1
 
 
 def alias_candidates(request: StrataRequest, *, beyond: bool = False) -> tuple[int, ...]:
-    """Return the chunks to try, largest first; a given chunk is the only one.
+    """Return the chunks to try, largest first; a given chunk, or a limit below all of them, is the only one.
 
-    beyond: go on above 2,048 tokens, on the grid of 256, up to what auto may take. The original does not.
+    beyond: the whole grid of 256 tokens up to what auto may take, where the original has four sizes.
     """
     if request.chunk_tokens is not None:
         return (request.chunk_tokens,)
-    largest = align_down(auto_limit_tokens(request), GRID_TOKENS) if beyond else 0
-    return (*range(largest, ALIAS_CHUNKS[0], -GRID_TOKENS), *ALIAS_CHUNKS)
+    limit = auto_limit_tokens(request)
+    if beyond:
+        grid = range(align_down(limit, GRID_TOKENS), ALIAS_CHUNKS[-1] - GRID_TOKENS, -GRID_TOKENS)
+        return tuple(grid) or (limit,)
+    return tuple(c for c in ALIAS_CHUNKS if c <= limit) or (limit,)
 
 
 def hybrid_path(

@@ -87,7 +87,8 @@ def independent_path(
     """
     cap = auto_limit_tokens(request) if request.chunk_tokens is None else request.chunk_tokens
     cap = min(cap, request.context_cells)
-    prices = {c: _arena_bytes(sizes, request, card, c) for c in BORROW_CHUNKS}
+    listed = BORROW_CHUNKS if request.chunk_tokens in (None, *BORROW_CHUNKS) else (request.chunk_tokens, *BORROW_CHUNKS)
+    prices = {c: _arena_bytes(sizes, request, card, c) for c in listed}
     chunk = choose_own_chunk(prices.items(), free_bytes, reserve_bytes, cap, borrowed_chunk)
     if not chunk:
         return None
@@ -104,7 +105,7 @@ def independent_path(
 def own_candidates(request: StrataRequest) -> tuple[int, ...]:
     """Return the chunks a path without borrowing tries, largest first (planning notes 2.6).
 
-    A given chunk is the only one. Without a profile auto starts at 2,048, where slots exist but none can be lent at
+    A given chunk, or a limit below all of them, is the only one. Without a profile auto starts at 2,048, where slots exist but none can be lent at
     1,024, where borrowing is off at the list's largest.
     """
     if request.chunk_tokens is not None:
@@ -114,7 +115,8 @@ def own_candidates(request: StrataRequest) -> tuple[int, ...]:
         start = NO_PROFILE_CHUNK
     elif request.borrow or not request.token_graph:
         start = NOTHING_TO_LEND_CHUNK
-    return tuple(c for c in OWN_CHUNKS if c <= min(start, auto_limit_tokens(request)))
+    limit = min(start, auto_limit_tokens(request))
+    return tuple(c for c in OWN_CHUNKS if c <= limit) or (limit,)
 
 
 def own_path(

@@ -15,7 +15,6 @@ from strata_jax.memory.strata.cache import CacheSize
 from strata_jax.memory.strata.own_buffers import (
     INIT_SPARE_BYTES,
     NO_PROFILE_CHUNK,
-    OWN_CHUNKS,
     independent_path,
     own_candidates,
     own_path,
@@ -51,7 +50,7 @@ def prompt_price_bytes(sizes: PackSizes, request: StrataRequest, card: Card) -> 
     if borrows(request):
         return 0
     request = _alone(request)
-    first = max(own_candidates(request), default=OWN_CHUNKS[-1])
+    first = max(own_candidates(request))
     tokens = request.chunk_tokens or min(first, NO_PROFILE_CHUNK)
     if request.version is Version.V0_1_43:
         exact = request_owned_bytes(sizes, request, tokens, ring.request_ring(sizes, request, card, tokens))
@@ -81,7 +80,8 @@ def choose_path(
         found = own or borrowed or own_path(sizes, slots, request, card, after_fill)
         return found or _smallest_own(sizes, request, card)
     alone = _alone(request)
-    own = independent_path(sizes, slots, alone, card, free, reserve, 0) if request.own == "on" else None
+    least = request.chunk_tokens or 0  # with own=on nothing is borrowed instead, and a given chunk is kept
+    own = independent_path(sizes, slots, alone, card, free, reserve, least) if request.own == "on" else None
     return own or own_path(sizes, slots, alone, card, after_fill) or _smallest_own(sizes, alone, card)
 
 
@@ -105,6 +105,6 @@ def _with_lent_head(
 
 
 def _smallest_own(sizes: PackSizes, request: StrataRequest, card: Card) -> int:
-    tokens = min(own_candidates(request), default=OWN_CHUNKS[-1])
+    tokens = min(own_candidates(request))
     own = request_owned_bytes(sizes, request, tokens, ring.request_ring(sizes, request, card, tokens))
     return own + INIT_SPARE_BYTES

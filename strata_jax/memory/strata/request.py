@@ -84,7 +84,7 @@ class StrataRequest:
         own: own prompt buffers from spare device memory: auto, on or off; decide_at: filled (when the cache has been
             filled) or final (on the final ledger).
         alias_inside_head: prompt buffers lie inside the head's own bytes instead of a cache that grew by them.
-        alias_beyond: chunks above 2,048 tokens with the head lent, which upstream does not try.
+        alias_beyond: any chunk on the grid of 256 tokens with the head lent; upstream tries four, 2,048 tokens at most.
         borrow: prompt buffers may borrow expert slots. profile: a ranked profile exists. ranked: pairs it ranks.
         vram_elastic_mib: segment size of the elastic cache; 0: off.
         stream_min_tokens: chunks from this size on stream all experts. ring_slots, lend_pct: overrides.

@@ -5,31 +5,22 @@ Every value named here has been planned again and fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from strata_jax.errors import ConfigError, DoesNotFit
-from strata_jax.memory.layout import largest_where
 from strata_jax.memory.ledger import MIB, Ledger, Memory, Owner, Phase
-from strata_jax.memory.strata.request import MIN_RESIDENT_CELLS, ExpertTier, StrataRequest
-
-CONTEXT_STEP_CELLS = 256
-CHUNK_STEP_TOKENS = 256
-KEYS = {
-    "context_cells": "model.max_context",
-    "chunk_tokens": "prefill.chunk",
-    "expert_cache": "cache.slots",
-    "kv_type": "kv.type",
-    "kv_resident_cells": "kv.resident_cells",
-    "reserve_mib": "hardware.vram_reserve_mib",
-    "borrow": "prefill.borrow",
-    "own": "prefill.own",
-    "cache_per_layer": "cache.per_layer",
-}
-_SMALLER_KV = {"f32": "f16", "f16": "int8", "bf16": "int8", "int8": "k8v4", "k8v4": "q4_0"}
-
-Fits = Callable[[StrataRequest], bool]
+from strata_jax.memory.plan_keys import undecided
+from strata_jax.memory.strata.request import StrataRequest
+from strata_jax.memory.strata.what_fits import (
+    KEYS,
+    ReadTokens,
+    alternatives,
+    largest_chunk,
+    largest_context,
+    largest_slots,
+    together,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +30,7 @@ class Shortage:
     Attributes:
         memory: what is short. needed_bytes: all that must be there; budget_bytes: what there is.
         what: the item that found no room. ledger: what is needed, the reserve and that item included.
+        slots: expert slots for which there was room; 0: not known.
     """
 
     memory: Memory
@@ -46,6 +38,7 @@ class Shortage:
     budget_bytes: int
     what: str
     ledger: Ledger
+    slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +113,7 @@ class StrataUnfit:
         return {
             "fits": False,
             "shortfall_mib": self.shortfall_bytes / MIB,
+            **undecided(),
             "shortfall_bytes": self.shortfall_bytes,
             "limit": f"{self.shortage.memory} memory",
             "owners": {str(owner): num_bytes for owner, num_bytes in self.owners},
@@ -136,18 +130,27 @@ class StrataUnfit:
         }
 
 
-def explain(request: StrataRequest, shortage: Shortage, fits: Fits) -> StrataUnfit:
-    """Say why a request does not fit. fits: plans a request and says whether it fits; ConfigError counts as no."""
+def explain(request: StrataRequest, shortage: Shortage, read_tokens: ReadTokens, *, slot_step: int = 1) -> StrataUnfit:
+    """Say why a request does not fit.
 
-    def allowed(other: StrataRequest) -> bool:
+    Args:
+        read_tokens: plans a request again; ConfigError counts as what does not fit.
+        slot_step: slots that belong together where every layer has equally many.
+    """
+
+    def chunk(other: StrataRequest) -> int:
         try:
-            return fits(other)
+            return read_tokens(other)
         except ConfigError:
-            return False
+            return 0
 
-    largest = {name: _largest(request, name, allowed) for name in ("context_cells", "chunk_tokens", "expert_cache")}
-    alternatives = tuple(_alternatives(request, shortage, allowed))
-    alone = alternatives or any(value is not None for value in largest.values())
+    largest = {
+        "context_cells": largest_context(request, chunk),
+        "chunk_tokens": largest_chunk(request, chunk),
+        "expert_cache": largest_slots(request, shortage.slots, chunk, slot_step if request.cache_per_layer else 1),
+    }
+    others = tuple(alternatives(request, shortage.memory, chunk))
+    alone = others or any(value is not None for value in largest.values())
     return StrataUnfit(
         shortage=shortage,
         owners=shortage.ledger.largest_owners(Phase.PREFILL, shortage.memory),
@@ -155,8 +158,8 @@ def explain(request: StrataRequest, shortage: Shortage, fits: Fits) -> StrataUnf
         largest_context=largest["context_cells"],
         largest_chunk=largest["chunk_tokens"],
         largest_slots=largest["expert_cache"],
-        alternatives=alternatives,
-        together=() if alone else _together(request, allowed),
+        alternatives=others,
+        together=() if alone else together(request, chunk),
     )
 
 
@@ -178,69 +181,3 @@ def given_settings(request: StrataRequest) -> tuple[str, ...]:
         values["borrow"] = "false"
     values["reserve_mib"] = request.reserve_mib
     return tuple(f"{KEYS[name]}={value}" for name, value in values.items())
-
-
-def _largest(request: StrataRequest, field: str, fits: Fits) -> int | None:
-    """Return the largest smaller value of a field that fits: contexts and chunks in steps of 256, slots one by one."""
-    value = getattr(request, field)
-    if value is None:
-        return None
-    step = {"context_cells": CONTEXT_STEP_CELLS, "chunk_tokens": CHUNK_STEP_TOKENS}.get(field, 1)
-
-    def smaller_fits(steps: int) -> bool:
-        change: dict[str, Any] = {field: steps * step}
-        return fits(replace(request, **change))
-
-    found = largest_where(smaller_fits, 1, (value - 1) // step)
-    return None if found is None else found * step
-
-
-def _alternatives(request: StrataRequest, shortage: Shortage, fits: Fits) -> Iterator[str]:
-    """Give settings that are enough on their own."""
-    if shortage.memory is Memory.HOST:
-        for tier in (ExpertTier.RESIDENT, ExpertTier.MMAP):
-            if tier is not request.tier and fits(replace(request, tier=tier)):
-                yield f"ram.tier={tier}"
-                break
-        return
-    kv_type = request.kv_type
-    while kv_type in _SMALLER_KV:
-        kv_type = _SMALLER_KV[kv_type]
-        if fits(replace(request, kv_type=kv_type)):
-            yield f"kv.type={kv_type}"
-            break
-    if not request.kv_streamed and fits(replace(request, kv_resident_cells=MIN_RESIDENT_CELLS)):
-        yield f"kv.resident_cells={MIN_RESIDENT_CELLS}"
-    if not request.grow.enabled and fits(replace(request, grow=replace(request.grow, enabled=True))):
-        yield "kv.grow.enabled=true"
-    if not request.borrow and fits(replace(request, borrow=True)):
-        yield "prefill.borrow=true"
-    if request.own == "on" and fits(replace(request, own="auto")):
-        yield "prefill.own=auto"
-    short_mib = -(-(shortage.needed_bytes - shortage.budget_bytes) // MIB)
-    reserve_mib = request.reserve_mib - short_mib
-    if reserve_mib >= 0 and fits(replace(request, reserve_mib=reserve_mib, reserve_given=True)):
-        yield f"hardware.vram_reserve_mib={reserve_mib}"
-
-
-def _together(request: StrataRequest, fits: Fits) -> tuple[str, ...]:
-    """Return the smallest K/V and an automatic chunk and cache, with the largest context beside them, if they fit."""
-    changes: dict[str, Any] = {"kv_type": "q4_0", "chunk_tokens": None, "expert_cache": None, "borrow": True}
-    least = replace(request, **changes, own="off", kv_resident_cells=0, cache_per_layer=False)
-    context = request.context_cells
-    if not fits(least):
-        shorter = _largest(least, "context_cells", fits)
-        if shorter is None:
-            return ()
-        context = shorter
-    texts = {"kv_type": "q4_0", "chunk_tokens": "auto", "expert_cache": "auto", "borrow": "true"}
-    said = [f"{KEYS[name]}={texts[name]}" for name, value in changes.items() if getattr(request, name) != value]
-    if request.own != "off":
-        said.append("prefill.own=off")
-    if request.kv_resident_cells:
-        said.append("kv.resident_cells=0")
-    if request.cache_per_layer:
-        said.append("cache.per_layer=false")
-    if context != request.context_cells:
-        said.append(f"model.max_context={context}")
-    return tuple(said)
