@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from strata_jax.config.schema import PipelineName, RunConfig
+from strata_jax.config.schema import ExecutorName, PipelineName, RunConfig
 from strata_jax.report.record import RunRecord
 
 
 def run_pipeline(config: RunConfig, record: RunRecord) -> dict[str, Any]:
-    """Run the chosen pipeline and return the fields of summary.json that it fills."""
+    """Run the chosen pipeline and return the fields of summary.json that it fills.
+
+    config: resolved, so that its executor is not `auto`.
+    """
     match config.pipeline.name:
+        case PipelineName.generate if config.executor.name is ExecutorName.sim:
+            from pipelines import simulate
+
+            return simulate.run(config, record)
         case PipelineName.generate:
             from pipelines import generate
 
@@ -31,3 +38,15 @@ def run_pipeline(config: RunConfig, record: RunRecord) -> dict[str, Any]:
             from pipelines import plan
 
             return plan.run(config, record)
+        case PipelineName.grid:
+            from pipelines import grid
+
+            return grid.run(config, record)
+        case PipelineName.reproduce:
+            from pipelines import reproduce
+
+            return reproduce.run(config, record)
+        case PipelineName.calibrate:
+            from pipelines import calibrate
+
+            return calibrate.run(config, record)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strata_jax.config.schema import AUTO, RunConfig
+from strata_jax.errors import DoesNotFit
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.chat import ChatTemplate
 from strata_jax.gguf.reader import GGUFFile, open_gguf
@@ -18,9 +19,10 @@ from strata_jax.gguf.tokenizer import Tokenizer
 from strata_jax.hardware import Hardware
 from strata_jax.memory.layout import KIB
 from strata_jax.memory.ledger import Memory, Phase
-from strata_jax.memory.plan import MemoryPlan, plan
+from strata_jax.memory.plan import MemoryPlan, try_plan
 from strata_jax.memory.request import AUTO_CHUNK_MAX_TOKENS, PlanRequest
 from strata_jax.memory.table import plan_text
+from strata_jax.memory.unfit import Unfit
 from strata_jax.report.progress import slow_step
 from strata_jax.report.record import RunRecord
 from strata_jax.runtime import describe_target, device_budget_bytes, start_jax
@@ -90,6 +92,8 @@ def make_plan(
 ) -> tuple[MemoryPlan, Hardware]:
     """Plan the memory for these prompts, print the plan, and write it down. Nothing is allocated before this.
 
+    A plan that does not fit is written down too, before DoesNotFit is raised.
+
     with_output: whether the requests' output tokens need cells too.
     """
     hardware = describe_target(config)
@@ -110,9 +114,11 @@ def make_plan(
         host_budget_bytes=hardware.ram_budget_bytes,
         shared_memory=hardware.gpu is None,
     )
-    made = plan(geometry, request)
+    made = try_plan(geometry, request)
     text = plan_text(made)
     record.write_plan(made.to_json(), text)
+    if isinstance(made, Unfit):
+        raise DoesNotFit(made.message(), shortfall_bytes=made.shortfall_bytes)
     print(f"Memory plan of {geometry.name}\n{text}", *(f"- {note}\n" for note in hardware.notes), sep="")
     record.write_json("hardware.json", hardware)
     return made, hardware

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipelines import simulate
 from pipelines.assemble import make_plan, open_model, read_prompts
-from strata_jax.config.schema import RunConfig
+from pipelines.choose import choose
+from strata_jax.config.schema import ExecutorName, RunConfig
 from strata_jax.geometry import Geometry, size_table
 from strata_jax.report.record import RunRecord
 from strata_jax.report.tables import console, table, table_text
+from strata_jax.sim.setup import sim_inputs
 
 
 def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Print and write the size table, then the plan; a plan that does not fit leaves the size table behind."""
+    if config.executor.name is ExecutorName.sim:
+        return _plan_card(config, record)
     file, geometry = open_model(config)
     record.update(model=geometry.name)
     _write_sizes(geometry, record)
@@ -20,6 +25,16 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     prompts = [] if isinstance(config.model.max_context, int) else read_prompts(config, file, geometry)[0]
     make_plan(config, geometry, prompts, record)
     return {"extra": {"model_bytes": geometry.total_bytes}}
+
+
+def _plan_card(config: RunConfig, record: RunRecord) -> dict[str, Any]:
+    """Plan for another card: the simulator's plan, with nothing simulated."""
+    config, choice = choose(config, record)
+    inputs = sim_inputs(config)
+    record.update(model=inputs.sizes.name)
+    _write_sizes(inputs.geometry, record)
+    simulate.make_plan(config, inputs, record)
+    return {"extra": {"model_bytes": inputs.geometry.total_bytes, "calibrated": inputs.profile.calibrated, **choice}}
 
 
 def _write_sizes(geometry: Geometry, record: RunRecord) -> None:

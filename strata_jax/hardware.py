@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from strata_jax.config.contradictions import VRAM_RESERVE_MIB
 from strata_jax.config.schema import HardwareConfig
 from strata_jax.errors import ConfigError
 
@@ -107,10 +108,11 @@ def resolve_hardware(config: HardwareConfig, machine: Hardware) -> Hardware:
                 " A card can stand in for a smaller one only."
             )
         vram_bytes = config.vram_mib * MIB
-    reserve_bytes = config.vram_reserve_mib * MIB
+    reserve_mib = config.vram_reserve_mib if isinstance(config.vram_reserve_mib, int) else VRAM_RESERVE_MIB
+    reserve_bytes = reserve_mib * MIB
     if vram_bytes is not None and reserve_bytes >= vram_bytes:
         raise ConfigError(
-            f"hardware.vram_reserve_mib={config.vram_reserve_mib:,}: the device has {vram_bytes // MIB:,} MiB, so"
+            f"hardware.vram_reserve_mib={reserve_mib:,}: the device has {vram_bytes // MIB:,} MiB, so"
             " nothing"
             " is left. Lower the reserve."
         )

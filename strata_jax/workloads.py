@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from strata_jax.config.checks import given_sources
+from strata_jax.config.contradictions import given_sources
 from strata_jax.config.schema import WorkloadConfig
 from strata_jax.errors import ConfigError, FormatError
 from strata_jax.sampling import Sampling
@@ -62,7 +63,7 @@ def requests_of(config: Any, data_file: Path = DATA_FILE) -> list[Request]:
 
 def load_workload(name: str, data_file: Path = DATA_FILE) -> dict[str, Any]:
     """Return one entry of the workload data with what it inherits through `like`; ConfigError for unknown names."""
-    entries = {entry["id"]: entry for entry in yaml.safe_load(data_file.read_text(encoding="utf-8"))["workloads"]}
+    entries = _entries(data_file)
     if name not in entries:
         raise ConfigError(f"workload.name={name}: there is no such workload; there are {', '.join(entries)}.")
     entry = entries[name]
@@ -105,6 +106,11 @@ def read_messages(path: Path) -> tuple[Message, ...]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise FormatError(f'{path}: message {index} is not an object like {{"role": "user", "content": "..."}}')
     return tuple(messages)
+
+
+@cache  # a grid asks a thousand times
+def _entries(data_file: Path) -> Mapping[str, dict[str, Any]]:
+    return {entry["id"]: entry for entry in yaml.safe_load(data_file.read_text(encoding="utf-8"))["workloads"]}
 
 
 def _request_from_input(config: WorkloadConfig, source: str) -> Request:

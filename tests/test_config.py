@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from strata_jax.config import KvType, RunConfig, all_settings, nearest_name
-from strata_jax.config.checks import allowed, auto_limit, check
+from strata_jax.config import KvType, RunConfig, all_settings, check, nearest_name
+from strata_jax.config.checks import allowed, auto_limit
 from strata_jax.config.help import GROUP_ORDER, first_comment, help_text
 from strata_jax.config.load import explain, quoted_example
+from strata_jax.config.resolve import resolve
 from strata_jax.errors import ConfigError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -48,23 +48,39 @@ def refusal(build: Compose, *overrides: str) -> str:
 
 def test_the_defaults_compose_and_pass_every_check(compose_config: Compose) -> None:
     config = compose_config([])
-    assert config == RunConfig()
+    assert config == resolve(RunConfig())
 
 
 def test_every_documented_key_exists() -> None:
     assert [name for name in KEY_TABLE.split() if name not in all_settings()] == []
 
 
-@pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")
+# what an option needs besides itself, because it would say nothing or contradict a default alone
+NEEDS = {
+    "workload=prompt": ["workload.prompt=hi"],
+    "workload=token_ids": ["workload.token_ids=[1]"],
+    "pipeline=logits": ["workload.token_ids=[1]"],
+    "pipeline=grid": ["hardware=rtx5090", "grid.axes=['spec.window=1,2']"],
+    "pipeline=reproduce": ["reproduce.name=kv_grow"],
+    "executor=sim": ["hardware=rtx5090"],
+}
+ON_A_CARD = ("policy", "memory_model", "quant", "model")  # groups whose options may need a simulated card
+LOCAL_OPTIONS = ("memory_model=xla", "quant=file", "model=builtin_tiny", "policy=baseline")
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra"),
+    ids=lambda path: f"{path.parent.name}={path.stem}",
+)
 def test_every_option_composes_and_says_what_it_is(path: Path, compose_config: Compose) -> None:
     assert first_comment(path), f"{path} needs a first line that says what the option is"
-    needs = {"workload=prompt": ["workload.prompt=hi"], "workload=token_ids": ["workload.token_ids=[1]"]}
-    needs["pipeline=logits"] = ["workload.token_ids=[1]"]
-    choice = f"{path.parent.name}={path.stem}"
-    config = compose_config([choice, *needs.get(choice, [])])
-    node = getattr(config, path.parent.name, None)
-    if node is not None:
-        assert getattr(node.name, "value", node.name) == yaml.safe_load(path.read_text(encoding="utf-8"))["name"]
+    group, choice = path.parent.name, f"{path.parent.name}={path.stem}"
+    card = ["hardware=rtx5090"] if group in ON_A_CARD and choice not in LOCAL_OPTIONS else []
+    config = compose_config([*card, choice, *NEEDS.get(choice, [])])
+    node = getattr(config, group, None)
+    if node is not None and choice not in ("executor=auto",):
+        assert getattr(node.name, "value", node.name) == path.stem
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
@@ -119,8 +135,10 @@ def test_nearest_name_is_looked_for_in_all_nodes(name: str, nearest: str | None)
         ("workload.seed=-1", ["workload.seed=-1", "0 to 4,294,967,295"]),
         ("kv=int8", ["kv=int8", "kv.type"]),
         ("~spec.window", ["spec.window", "cannot be removed"]),
-        ("reproduce=kv_grow", ["reproduce=kv_grow", "no option"]),
-        ("policy=kv_grow", ["policy=kv_grow", "baseline"]),
+        ("reproduce=typo", ["reproduce=typo", "kv_grow"]),
+        ("policy=kv_gorw", ["policy=kv_gorw", "baseline"]),
+        ("kv.grow.enabled=maybe", ["kv.grow.enabled=maybe", "true or false or auto"]),
+        ("hardware.os=dos", ["hardware.os=dos", "linux"]),
         ("kv={typ: f16}", ["kv.typ", "kv.type"]),
     ],
 )
@@ -146,17 +164,33 @@ def test_C03_memory_fraction_outside_its_range_is_refused(value: str, compose_co
         "kv.grow.step_cells=4096",
         "conversation.budget_mib=2048",
         "upstream.mtp=false",
-        "cache.replacement=lru",
-        "executor.name=sim",
-        "memory_model.name=strata_0_1_43",
-        "prefill.own=on",
+        "cache.replacement=adaptive",
+        "prefill.short_read_tokens=64",
         "hardware.pcie_gb_s=25",
+        "workload.prompt_tokens=100",
     ],
 )
-def test_a_setting_without_a_runtime_is_refused_not_ignored(override: str, compose_config: Compose) -> None:
+def test_what_only_the_simulator_honours_is_refused_on_the_device_naming_both(
+    override: str, compose_config: Compose
+) -> None:
     message = refusal(compose_config, override)
     assert override in message
-    assert "this version" in message
+    assert "executor=device" in message
+    assert "executor=sim" in message
+
+
+@pytest.mark.parametrize(
+    "override", ["engine.check=true", "workload.ignore_eos=true", "workload.stop=['x']", "engine.platform=cpu"]
+)
+def test_what_only_the_device_honours_is_refused_in_simulations(override: str, compose_config: Compose) -> None:
+    message = refusal(compose_config, "hardware=rtx5090", override)
+    assert override.partition("=")[0] in message
+    assert "executor=sim" in message
+    assert "only with executor=device" in message
+
+
+def test_a_value_that_no_executor_has_is_refused(compose_config: Compose) -> None:
+    assert "it has static, adaptive" in refusal(compose_config, "hardware=rtx5090", "cache.replacement=lru")
 
 
 @pytest.mark.parametrize(
@@ -230,12 +264,11 @@ def test_auto_with_a_limit(value: str, limit: int | None) -> None:
 
 def test_help_names_every_setting_and_option() -> None:
     text = help_text(CONF)
-    for name, setting in all_settings().items():
-        if setting.field.metadata["available"] is True:
-            assert f"{name}=" in text
+    assert [name for name in all_settings() if f"{name}=" not in text] == []
     options = [path for group in GROUP_ORDER for path in (CONF / group).glob("*.yaml")]
     assert [path for path in options if f"{path.parent.name}={path.stem}" not in text] == []
     assert max(len(line) for line in text.splitlines()) <= 130
+    assert " * hardware=local " in text
 
 
 def documented_commands() -> list[str]:
@@ -251,6 +284,7 @@ def test_every_documented_command_composes(line: str, compose_config: Compose) -
     arguments = shlex.split(words, comments=True)[2:]
     if "--help" in arguments:
         return
+    arguments = [text for text in arguments if not text.startswith("hydra/launcher=")]  # plugins are optional
     sweep = arguments[:1] == ["-m"]
     overrides = [text.split(",")[0] for text in arguments[1:]] if sweep else arguments
     compose_config(overrides)

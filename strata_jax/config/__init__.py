@@ -1,6 +1,7 @@
 """Settings: the schema and its checks. `load.py`, which is not imported here, leads from Hydra to a `RunConfig`."""
 
-from strata_jax.config.checks import check, given_sources, show
+from strata_jax.config.checks import show
+from strata_jax.config.contradictions import check, given_sources
 from strata_jax.config.keys import all_settings, nearest_name
 from strata_jax.config.schema import (
     AUTO,

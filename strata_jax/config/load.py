@@ -15,13 +15,16 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from strata_jax.config.checks import INPUT_SOURCES, allowed, check, join_problems
+from strata_jax.config.checks import allowed, join_problems
+from strata_jax.config.contradictions import INPUT_SOURCES, check
 from strata_jax.config.keys import all_nodes, all_settings, unknown_key_message, unknown_keys
+from strata_jax.config.resolve import resolve
 from strata_jax.config.schema import RunConfig
 from strata_jax.errors import ConfigError
 
+CLIENT_SETTINGS = ("engine.platform", "engine.mem_fraction", "engine.preallocate")  # fixed when JAX starts
+PLUGIN_EXTRAS = {"hydra/launcher": {"joblib": "sweep", "ray": "ray"}}  # options that an extra of this package brings
 SCHEMA_NAME = "schema"  # the first entry of the defaults list in conf/config.yaml
-EMPTY_GROUPS = ("reproduce",)  # in the defaults list, with no option yet
 
 
 def register() -> None:
@@ -37,7 +40,7 @@ def to_config(composed: DictConfig) -> RunConfig:
     unknown = unknown_keys(tree)
     if unknown:
         raise ConfigError(join_problems([unknown_key_message(name) for name in unknown]))
-    removed = [name for name in all_settings() if OmegaConf.select(composed, name, default=_REMOVED) is _REMOVED]
+    removed = [name for name in all_settings() if not _has(tree, name)]
     if removed:
         raise ConfigError(
             f"{', '.join(removed[:4])}: a setting cannot be removed. Set it to another value, or to null."
@@ -49,7 +52,7 @@ def to_config(composed: DictConfig) -> RunConfig:
     if not isinstance(config, RunConfig):
         raise TypeError(f"the primary config must extend the schema, got {type(config).__name__}")
     check(config)
-    return config
+    return resolve(config)
 
 
 def check_overrides(overrides: Sequence[str], groups: Iterable[str], *, multirun: bool) -> None:
@@ -69,9 +72,7 @@ def check_overrides(overrides: Sequence[str], groups: Iterable[str], *, multirun
     for override in parsed:
         name = override.key_or_group
         is_group = name in known_groups or name.startswith("hydra/")
-        if name in EMPTY_GROUPS and not is_group:
-            problems.append(f"{override.input_line}: this version has no option of {name}.")
-        elif not is_group and name.split(".")[0] != "hydra" and name not in all_settings() and name not in all_nodes():
+        if not is_group and name.split(".")[0] != "hydra" and name not in all_settings() and name not in all_nodes():
             problems.append(unknown_key_message(name, known_groups))
         elif override.is_delete() and not is_group:
             problems.append(f"{override.input_line}: a setting cannot be removed. Set it to another value, or to null.")
@@ -89,6 +90,12 @@ def check_overrides(overrides: Sequence[str], groups: Iterable[str], *, multirun
     named = [o for o in parsed if o.key_or_group == "workload" and o.value() not in ("prompt", "token_ids", None)]
     if given and named:
         problems.append(f"{given[0]} and {named[0].input_line}: both say what is asked of the model. Keep one of them.")
+    path = next((o for o in parsed if o.key_or_group == "model.path" and o.value() is not None), None)
+    quant = next((o for o in parsed if o.key_or_group.split(".")[0] == "quant"), None)
+    if path is not None and quant is not None and quant.value() != "file":
+        problems.append(f"model.path and {quant.input_line}: a file has the types that it has. Leave one of them out.")
+    if multirun:
+        problems += _sweep_problems(parsed)
     if problems:
         raise ConfigError(join_problems(problems))
 
@@ -120,6 +127,8 @@ def explain(error: BaseException) -> str:
         return _unreadable(str(error.override))
     if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if group in PLUGIN_EXTRAS and option in PLUGIN_EXTRAS[group]:
+            return f'{group}={option}: it is not installed: pip install -e ".[{PLUGIN_EXTRAS[group][option]}]"'
         if group and error.options:
             return f"{group}={option}: there is no such option; this version has {', '.join(error.options)}."
         return " ".join(str(error).split("Config search path")[0].split())
@@ -133,7 +142,31 @@ def explain(error: BaseException) -> str:
     return "\n".join(dict.fromkeys(str(item).strip() for item in chain if str(item).strip()))
 
 
-_REMOVED = object()
+def _has(tree: Any, name: str) -> bool:
+    """Say whether a nested mapping has an entry of this dotted name."""
+    for part in name.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
+
+
+def _sweep_problems(parsed: Sequence[Override]) -> list[str]:
+    """Say what cannot be swept: settings that JAX reads once, in one process; a sweep to resume that is not named."""
+    given = {override.key_or_group: override for override in parsed}
+    problems = []
+    launcher = given.get("hydra/launcher")
+    if launcher is None or launcher.value() == "basic":
+        for name in CLIENT_SETTINGS:
+            if name in given and given[name].is_sweep_override():
+                problems.append(
+                    f"-m and {given[name].input_line}: JAX reads {name} once in a process, and the jobs of this sweep"
+                    " share one. Add hydra/launcher=joblib, or start one run for each value."
+                )
+    resume = given.get("sweep.resume")
+    if resume is not None and resume.value() is True and "hydra.sweep.dir" not in given:
+        problems.append("sweep.resume=true and no hydra.sweep.dir=DIR: say which sweep goes on.")
+    return problems
 
 
 def _unreadable(text: str) -> str:

@@ -17,6 +17,7 @@ MIB = 2**20
 class Owner(StrEnum):
     """Who bytes belong to."""
 
+    SYSTEM = "other programs and driver"
     RESERVE = "reserve"
     DENSE = "dense weights"
     EMBEDDING = "embedding"
@@ -29,9 +30,13 @@ class Owner(StrEnum):
     TABLES = "tables"
     PROMPT_BUFFERS = "prompt buffers"
     DECODE_BUFFERS = "decode buffers"
+    DRAFT_BIND = "draft vocabulary rows"
+    LATE = "taken after the cache is sized"
     BANK = "expert bank"
+    RESIDENT_COPIES = "resident expert copies"
     CHECKPOINTS = "checkpoints"
     CONVERSATIONS = "parked conversations"
+    FREE = "free"
 
 
 class Memory(StrEnum):

@@ -123,15 +123,18 @@ class MemoryPlan:
     def to_json(self) -> dict[str, Any]:
         """Return plain data for ``plan.json``: stable groups for readers, then all that `from_json` needs."""
         peak = self.ledger.peak_owner_bytes()
+        free = {name: num_bytes / MIB for name, num_bytes in self.free_bytes(Phase.START).items()}
         return {
             "fits": True,
             "shortfall_mib": 0.0,
             "model": self.model,
-            "expert_cache": {"slots": self.expert_slots, "bytes": self.slot_pages * self.page_bytes},
+            "expert_cache": {"slots": self.expert_slots, "bytes": self.slot_pages * self.page_bytes, "lent_slots": 0},
             "prefill": {
                 "chunk_tokens": self.chunk_tokens,
                 "buckets": list(self.prefill_buckets),
                 "buffer_mib": peak[Owner.PROMPT_BUFFERS] / MIB,
+                "layout": "own",
+                "ring_slots": 0,
             },
             "kv": {
                 "type": self.kv_type,
@@ -141,7 +144,13 @@ class MemoryPlan:
                 "max_mib": peak[Owner.KV] / MIB,
             },
             "head": {"mib": peak[Owner.HEAD] / MIB, "aliased": False},
-            "free_after_start_mib": {name: free / MIB for name, free in self.free_bytes(Phase.START).items()},
+            "ram": {
+                "expert_headroom_mib": 0.0,
+                "conversation_budget_mib": 0.0,
+                "resident_mib": peak[Owner.BANK] / MIB,
+            },
+            "free_after_start_mib": next(iter(free.values()), None),
+            "free_after_start_by_limit_mib": free,
             "choices": [asdict(c) | {"key": c.key, "origin": str(c.origin)} for c in self.choices],
             "notes": list(self.notes),
             "ledger": self.ledger.to_json(),

@@ -58,9 +58,15 @@ def ledger_rows(ledger: Ledger, limits: Sequence[Limit], *, detail: bool = False
 
 def plan_text(plan: MemoryPlan | Unfit, *, detail: bool = False) -> str:
     """Return the table in MiB as plain text, with the notes of a plan or the message of one that does not fit."""
+    notes = plan.notes if isinstance(plan, MemoryPlan) else (plan.message(),)
+    return rows_text(plan_table(plan, detail=detail), notes)
+
+
+def rows_text(rows: Sequence[PlanRow], notes: Sequence[str]) -> str:
+    """Return rows in MiB as plain text, and the notes below them."""
     header: tuple[str, ...] = ("owner", "memory", *(f"{phase} MiB" for phase in PHASES), "from")
     lines: list[tuple[str, ...]] = [header]
-    for row in plan_table(plan, detail=detail):
+    for row in rows:
         cells = (f"{num_bytes / MIB:,.2f}" for num_bytes in row.phase_bytes)
         lines.append((row.name, row.memory, *cells, str(row.origin or "")))
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
@@ -69,5 +75,4 @@ def plan_text(plan: MemoryPlan | Unfit, *, detail: bool = False) -> str:
         "  ".join(c.rjust(w) if i in numeric else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths))).rstrip()
         for line in lines
     ]
-    notes = plan.notes if isinstance(plan, MemoryPlan) else (plan.message(),)
     return "\n".join([*text, *(f"- {note}" for note in notes)]) + "\n"

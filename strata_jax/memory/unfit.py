@@ -15,6 +15,7 @@ from strata_jax.kv_types import KV_TYPES, cell_bytes
 from strata_jax.memory import layout
 from strata_jax.memory.candidate import Frame
 from strata_jax.memory.ledger import MIB, Ledger, Memory, Owner, Phase, Shortfall
+from strata_jax.memory.plan_keys import undecided
 from strata_jax.memory.request import MIN_CONTEXT_CELLS, PlanRequest, setting_text
 
 Fits = Callable[[PlanRequest], bool]
@@ -98,6 +99,7 @@ class Unfit:
         return {
             "fits": False,
             "shortfall_mib": self.shortfall_bytes / MIB,
+            **undecided(),
             "shortfall_bytes": self.shortfall_bytes,
             "limit": self.shortfall.limit.name,
             "phase": str(self.shortfall.phase),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def describe_environment(variables: Mapping[str, str] = os.environ) -> dict[str,
     }
 
 
+@cache
 def package_version(name: str) -> str | None:
     """Return the installed version of a distribution without importing it, or None."""
     try:
@@ -74,6 +76,7 @@ def describe_jax() -> dict[str, Any] | None:
     }
 
 
+@cache  # a sweep asks for it twice a job
 def describe_git(directory: Path) -> dict[str, Any] | None:
     """Return {commit, dirty} of the repository at `directory`, or None where there is none."""
 

@@ -45,6 +45,16 @@ OWN_FILES = (
     "inspect.json",
     "parity.json",
     "parity.txt",
+    "output.txt",
+    "memory.svg",
+    "comparison.csv",
+    "comparison.md",
+    "comparison.json",
+    "policy.json",
+    "auto.json",
+    "auto.md",
+    "grid.csv",
+    "grid.md",
 )
 TEXT_FOLDER = "text"
 LOCK_FILE = ".record.lock"
@@ -100,9 +110,9 @@ class RunRecord:
         """Return the seconds since the record was opened."""
         return self._clock() - self._start_s
 
-    def write_plan(self, plan: Any, text: str) -> None:
-        """Write plan.json (any JSON-serialisable plan or dataclass) and plan.txt (the table that was printed)."""
-        self.write_json("plan.json", {"schema_version": SCHEMA_VERSION, "plan": plan})
+    def write_plan(self, plan: Mapping[str, Any], text: str) -> None:
+        """Write plan.json (the plan's own keys beside `schema_version`) and plan.txt (the table that was printed)."""
+        self.write_json("plan.json", {"schema_version": SCHEMA_VERSION, **plan})
         self.write_text("plan.txt", text)
 
     def event(self, kind: str, **values: Any) -> None:

@@ -9,20 +9,9 @@ from functools import lru_cache
 from strata_jax.geometry import Geometry, TensorSize
 from strata_jax.gguf.blocks import block_type, row_bytes
 from strata_jax.gguf.layout import EXPERT_STACKS, component_of, model_shapes
+from strata_jax.presets import model_geometry
 
-PLE_SIZES = tuple(20_000_003 + 12 * i for i in range(16))
-
-REAL = Geometry(
-    name="real sizes", num_layers=48, num_mtp_layers=1, embed_width=2560, vocab_size=248_320, context_length=262_144,
-    num_heads=24, num_kv_heads=2, head_dim=256, rope_dim=64, rope_base=1e7, rms_eps=1e-6,
-    recurrent=(*((i + 1) % 4 != 0 for i in range(48)), False),
-    compress_ratio=(*(4 if (i + 1) % 4 == 0 else 0 for i in range(48)), 4),
-    index_heads=4, index_dim=128, index_top_k=2048, num_experts=512, num_experts_used=10, expert_width=(640,) * 49,
-    shared_expert_width=640, gdn_key_heads=16, gdn_value_heads=48, gdn_head_dim=128, conv_kernel=4, num_streams=4,
-    mixer_rank=320, ple_layer=1, ple_ngram_size=3, ple_heads_per_ngram=8, ple_conv_kernel=4, ple_row_width=160,
-    ple_boundary_id=248_044, ple_multipliers=(3, 5, 7), ple_vocab_sizes=PLE_SIZES,
-    ple_offsets=tuple(sum(PLE_SIZES[:i]) for i in range(16)),
-)  # fmt: skip
+REAL = replace(model_geometry("qwen38_flash"), name="real sizes")
 
 SMALL = replace(
     REAL, name="small", num_layers=4, embed_width=64, vocab_size=512, context_length=4096, num_heads=4, head_dim=32,

@@ -86,7 +86,7 @@ def test_run_without_arguments_plans_streams_and_leaves_a_whole_record(
     assert summary["median_run_s"] is None
     assert summary["first_run_s"] + summary["compile_s"] + summary["load_s"] < summary["wall_s"]
 
-    plan = json.loads((run.directory / "plan.json").read_text(encoding="utf-8"))["plan"]
+    plan = json.loads((run.directory / "plan.json").read_text(encoding="utf-8"))
     assert plan["fits"] is True
     loaded = {line["owner"]: line["bytes"] for line in run.lines("events.jsonl", "load")}
     assert set(loaded) == {"weights", "bank", "arena"}

@@ -46,7 +46,7 @@ def test_sizes_and_plan_are_printed_and_written_from_the_header_alone(model: Pat
         for line in (tmp_path / "run" / name).read_text(encoding="utf-8").splitlines():
             assert line in out
     plan = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
-    assert plan["plan"]["fits"] is True
+    assert plan["fits"] is True
 
 
 def test_a_plan_that_does_not_fit_is_an_outcome_and_leaves_the_sizes(model: Path, tmp_path: Path) -> None:
@@ -56,3 +56,7 @@ def test_a_plan_that_does_not_fit_is_an_outcome_and_leaves_the_sizes(model: Path
     assert (tmp_path / "run" / "sizes.json").is_file()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
     assert (summary["status"], summary["error"]["type"]) == ("failed", "DoesNotFit")
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+    assert plan["fits"] is False
+    assert plan["shortfall_mib"] > 0
+    assert plan["message"] in (tmp_path / "run" / "plan.txt").read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ def test_a_finished_run_leaves_every_file(tmp_path: Path) -> None:
         record.append_text("first", "ße\r\n")
         record.save_array("logits", np.zeros((2, 3), np.float32))
         record.update(prompt_tok_s=12.5, fresh_tokens=np.int64(7), reused_tokens=0)
-    assert read(tmp_path, "plan.json")["plan"] == {"owners": {"head": 3}}
+    assert read(tmp_path, "plan.json") == {"schema_version": 1, "owners": {"head": 3}}
     assert (tmp_path / "plan.txt").read_text(encoding="utf-8") == "a table\n"
     assert (tmp_path / "text" / "first.txt").read_bytes() == "Grüße\r\n".encode()
     assert np.load(tmp_path / "logits.npy").shape == (2, 3)

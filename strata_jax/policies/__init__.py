@@ -1,0 +1,1 @@
+"""Memory policies as pure state machines: from the present memory and what happens next they emit moves."""
