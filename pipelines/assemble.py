@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelines.policies import moving_memory
+from strata_jax.config.contradictions import given_sources
 from strata_jax.config.schema import AUTO, RunConfig
 from strata_jax.errors import DoesNotFit
 from strata_jax.geometry import Geometry
@@ -27,7 +29,7 @@ from strata_jax.report.progress import slow_step
 from strata_jax.report.record import RunRecord
 from strata_jax.runtime import describe_target, device_budget_bytes, start_jax
 from strata_jax.synthetic import builtin_model_path
-from strata_jax.workloads import Request, requests_of
+from strata_jax.workloads import Request, load_workload, requests_of
 
 if TYPE_CHECKING:
     from strata_jax.engine.engine import Engine
@@ -37,10 +39,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request and its prompt in tokens."""
+    """A request and its prompt in tokens.
+
+    Attributes:
+        tokens_before: how many tokens its conversation has at most before `token_ids`.
+    """
 
     request: Request
     token_ids: tuple[int, ...]
+    tokens_before: int = 0
 
 
 def model_path(config: RunConfig) -> Path:
@@ -65,7 +72,8 @@ def read_prompts(config: RunConfig, file: GGUFFile, geometry: Geometry) -> tuple
     """Turn the workload's requests into tokens with the file's own tokenizer and chat template."""
     tokenizer = Tokenizer.from_gguf(file.metadata)
     template: ChatTemplate | None = None
-    prompts = []
+    prompts: list[Prompt] = []
+    lengths: dict[str | None, int] = {}
     for request in requests_of(config):
         if request.token_ids is not None:
             ids = list(request.token_ids)
@@ -74,10 +82,13 @@ def read_prompts(config: RunConfig, file: GGUFFile, geometry: Geometry) -> tuple
         else:
             template = template or ChatTemplate.from_gguf(file.metadata, tokenizer)
             ids = template.encode_messages(list(request.messages or ()), **request.chat_options)
+        ids = ids[: request.prompt_tokens]
         for tokens in (ids, request.forced_token_ids):
             if tokens is not None:
                 geometry.check_token_ids(tokens)
-        prompts.append(Prompt(request, tuple(ids)))
+        before = lengths.get(request.conversation, 0) if request.continues else 0
+        lengths[request.conversation] = before + len(ids) + request.max_output_tokens
+        prompts.append(Prompt(request, tuple(ids), before))
     return prompts, tokenizer
 
 
@@ -96,6 +107,7 @@ def make_plan(
 
     with_output: whether the requests' output tokens need cells too.
     """
+    notes = _stand_in(config)
     hardware = describe_target(config)
     usable_bytes = device_budget_bytes(config, hardware)
     need = max((_needed_cells(p, config, geometry, with_output=with_output) for p in prompts), default=None)
@@ -113,13 +125,14 @@ def make_plan(
         reserve_bytes=0 if usable_bytes is None else hardware.vram_reserve_bytes,
         host_budget_bytes=hardware.ram_budget_bytes,
         shared_memory=hardware.gpu is None,
+        moving=moving_memory(config, geometry, _given(config.model.max_context) or need),
     )
     made = try_plan(geometry, request)
     text = plan_text(made)
     record.write_plan(made.to_json(), text)
     if isinstance(made, Unfit):
         raise DoesNotFit(made.message(), shortfall_bytes=made.shortfall_bytes)
-    print(f"Memory plan of {geometry.name}\n{text}", *(f"- {note}\n" for note in hardware.notes), sep="")
+    print(f"Memory plan of {geometry.name}\n{text}", *(f"- {n}\n" for n in (*notes, *hardware.notes)), sep="")
     record.write_json("hardware.json", hardware)
     return made, hardware
 
@@ -138,9 +151,11 @@ def load_engine(
             yield
         record.event("compile", program=program, ms=1000 * (record.elapsed_s() - started_s))
 
+    # under policies programs are there before the arena, so that nothing is compiled between moves
+    loans = made.loans() if made.request.moving.on_device else None
     started = time.perf_counter()
     with slow_step(f"loading {geometry.total_bytes / 2**20:,.0f} MiB"):
-        engine = Engine.load(file, geometry, made, watch)
+        engine = Engine.load(file, geometry, made, watch, loans, config.spec.min_p)
     load_s = time.perf_counter() - started - engine.programs.compile_s
     for owner, num_bytes in engine.live_bytes():
         record.event("load", owner=owner, bytes=num_bytes)
@@ -148,12 +163,24 @@ def load_engine(
     return engine
 
 
+def _stand_in(config: RunConfig) -> list[str]:
+    """Let the CPU stand in for a card where the workload needs one to show something and nothing else was asked for."""
+    if given_sources(config) or config.hardware.vram_mib != AUTO or config.model.path is not None:
+        return []
+    vram_mib = load_workload(config.workload.name).get("stand_in_vram_mib")
+    if vram_mib is None or describe_target(config).gpu is not None:
+        return []
+    config.hardware.vram_mib, config.hardware.vram_reserve_mib = int(vram_mib), 0
+    name = config.workload.name
+    return [f"hardware.vram_mib={vram_mib}: the card that workload={name} is made for; the CPU stands in for it"]
+
+
 def _needed_cells(prompt: Prompt, config: RunConfig, geometry: Geometry, *, with_output: bool) -> int:
     """Cells that a request needs; the last token of an output needs none.
 
     An output length that nobody asked for gives way to a given context and to the model's own: the output ends there.
     """
-    num_prompt, request = len(prompt.token_ids), prompt.request
+    num_prompt, request = prompt.tokens_before + len(prompt.token_ids), prompt.request
     if not with_output:
         return num_prompt
     if request.forced_token_ids is not None:

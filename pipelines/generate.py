@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipelines.assemble import Prompt, load_engine, make_plan, open_model, read_prompts
+from pipelines.policies import device_settings, moves_memory
 from strata_jax.config.schema import RunConfig
 from strata_jax.engine.text_stream import TextStream
 from strata_jax.gguf.tokenizer import Tokenizer
+from strata_jax.memory.plan import MemoryPlan
 from strata_jax.report.progress import SlowProgress
 from strata_jax.report.record import RunRecord
 from strata_jax.report.tables import console, result_table
@@ -21,7 +25,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from strata_jax.engine.engine import Engine
+    from strata_jax.engine.runtime import Runtime
     from strata_jax.engine.session import ChunkRecord, RoundRecord, Session
+
+
+TAIL_TOKENS = 5  # of a conversation's prompt, from where the answer's turn begins
 
 
 def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
@@ -30,6 +38,8 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     prompts, tokenizer = read_prompts(config, file, geometry)
     plan, hardware = make_plan(config, geometry, prompts, record)
     engine = load_engine(config, hardware, file, geometry, plan, record)
+    journal = Journal(record)
+    runtime = _runtime(config, engine, plan, prompts, journal)
     finished: list[list[dict[str, Any]]] = []
     run_s: list[float] = []
     try:
@@ -37,7 +47,7 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
             started_s = engine.programs.clock_s()
             finished.append([])
             for prompt in prompts:
-                finished[-1].append(_serve(prompt, engine, tokenizer, config, record, run_idx))
+                finished[-1].append(_serve(prompt, engine, runtime, tokenizer, config, record, run_idx, journal))
             run_s.append(engine.programs.clock_s() - started_s)
     finally:  # also what an interrupted run has done
         record.update(**_summary(finished, run_s, engine))
@@ -45,32 +55,55 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     return {}
 
 
-def _serve(
-    prompt: Prompt, engine: Engine, tokenizer: Tokenizer, config: RunConfig, record: RunRecord, run_idx: int
-) -> dict[str, Any]:
-    """Answer one request on a fresh sequence and return its numbers."""
-    from strata_jax.engine.session import Session
+def _runtime(
+    config: RunConfig, engine: Engine, plan: MemoryPlan, prompts: Sequence[Prompt], journal: Journal
+) -> Runtime | None:
+    """The policies at work; None where nothing moves and requests stand alone."""
+    if not moves_memory(config, plan, conversations=any(prompt.request.conversation for prompt in prompts)):
+        return None
+    from strata_jax.engine.prompt_segments import CheckpointRule
+    from strata_jax.engine.runtime import Runtime
 
+    cache = config.conversation.prompt_cache
+    runtime = Runtime.start(
+        engine, device_settings(config, plan), rule=CheckpointRule(cache.every, cache.root), sink=journal,
+        check=config.engine.check,
+    )  # fmt: skip
+    print(f"Policies: {', '.join(runtime.stack.names)}")
+    journal.show()
+    return runtime
+
+
+def _serve(
+    prompt: Prompt, engine: Engine, runtime: Runtime | None, tokenizer: Tokenizer, config: RunConfig,
+    record: RunRecord, run_idx: int, journal: Journal,
+) -> dict[str, Any]:  # fmt: skip
+    """Answer one request, on a fresh sequence or under the policies, and return its numbers."""
     name = f"{prompt.request.name}.{run_idx}"
     out = console()
-    out.rule(f"{name}: {len(prompt.token_ids):,} prompt tokens", align="left")
+    ids = journal.whole_prompt(prompt)
+    out.rule(f"{name}: {len(ids):,} prompt tokens", align="left")
     chunks: list[ChunkRecord] = []
 
     def on_chunk(chunk: ChunkRecord) -> None:
         chunks.append(chunk)
         record.metric("chunk", request=name, **asdict(chunk))
-        progress.at(f"{name}: {chunk.start + chunk.num_tokens:,} of {len(prompt.token_ids):,} prompt tokens read")
+        progress.at(f"{name}: {chunk.start + chunk.num_tokens:,} of {len(ids):,} prompt tokens read")
 
     progress = SlowProgress()
-    session = Session(engine, on_chunk=on_chunk)
     stream = TextStream(tokenizer.token_bytes, prompt.request.stop)
     stop_ids = frozenset() if prompt.request.ignore_eos else tokenizer.eos_ids
+    start_ms = 1000 * record.elapsed_s()
     clock_s, started_s = engine.programs.clock_s, engine.programs.clock_s()
-    logits = session.prefill(prompt.token_ids)
+    begin = _under_policies if runtime is not None else _alone
+    begun = begin(prompt, ids, runtime or engine, name, on_chunk, journal)
     prefill_s, first_s, num_output, finish_reason = clock_s() - started_s, 0.0, 0, "length"
+    journal.show()
     rounds: list[RoundRecord] = []
-    for tokens, step in _steps(session, logits, prompt.request, stop_ids, config):
-        record.metric("round", request=name, **asdict(step))
+    for tokens, step in _steps(begun, prompt.request, stop_ids, config):
+        fields = asdict(step)
+        fields.pop("uses")
+        record.metric("round", request=name, **fields)
         rounds.append(step)
         first_s = first_s or clock_s() - started_s
         for token in tokens:
@@ -89,13 +122,16 @@ def _serve(
         finish_reason = "stop"
     out.print()
     decode_s = clock_s() - started_s - first_s
+    begun.finish()
+    journal.show()
+    journal.remember(prompt, begun.session.tokens, rounds[-1].emitted[-1:] if rounds else ())
     if config.engine.check:
-        record.event("check", **engine.check_memory(session.state))
+        record.event("check", **(engine.check_memory(begun.session.state) if runtime is None else runtime.verify()))
     numbers = {
         "request": name,
-        "prompt_tokens": len(prompt.token_ids),
-        "fresh_tokens": len(prompt.token_ids),
-        "reused_tokens": 0,
+        "prompt_tokens": len(ids),
+        "fresh_tokens": len(ids) - begun.reused_tokens,
+        "reused_tokens": begun.reused_tokens,
         "output_tokens": num_output,
         "finish_reason": finish_reason,
         "ttft_ms": 1000 * first_s,
@@ -109,20 +145,102 @@ def _serve(
         "prompt_lookups": sum(c.lookups for c in chunks),
         "prompt_hits": sum(c.hits for c in chunks),
     }
-    record.metric("request", **numbers)
+    more = {} if runtime is None else {"start_ms": start_ms, **journal.moved()}
+    record.metric("request", **numbers, **more)
     return numbers
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request whose prompt has been read, and how it goes on."""
+
+    session: Session
+    reused_tokens: int
+    decode: Callable[..., Iterator[RoundRecord]]
+    force: Callable[..., Iterator[tuple[RoundRecord, np.ndarray]]]
+    finish: Callable[[], None]
+
+
+def _alone(prompt: Prompt, ids: Sequence[int], engine: Any, name: str, on_chunk: Any, journal: Journal) -> Begun:
+    from strata_jax.engine.session import Session
+
+    session = Session(engine, on_chunk=on_chunk)
+    logits = session.prefill(ids)
+    return Begun(session, 0, partial(session.decode, logits), session.force, lambda: None)
+
+
+def _under_policies(
+    prompt: Prompt, ids: Sequence[int], runtime: Any, name: str, on_chunk: Any, journal: Journal
+) -> Begun:
+    reading = runtime.read(
+        ids, name=name, conversation=prompt.request.conversation or name, turns=journal.turns(prompt, len(ids)),
+        output_tokens=prompt.request.max_output_tokens, on_chunk=on_chunk,
+    )  # fmt: skip
+    return Begun(
+        reading.session, reading.facts.reused_tokens, partial(runtime.decode, reading),
+        partial(runtime.force, reading), partial(runtime.finish, reading),
+    )  # fmt: skip
+
+
+@dataclass
+class Journal:
+    """What policies did, for the record and the reader, and what conversations have said so far."""
+
+    record: RunRecord
+    notes: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    said: dict[str, list[int]] = field(default_factory=dict)
+    begins: dict[str, list[int]] = field(default_factory=dict)
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Write an event down."""
+        self.record.event(kind, **values)
+        if kind == "note":
+            self.notes.append(values["text"])
+        elif "cause" in values:
+            self.counts[kind] += 1
+            self.counts[f"{kind}_bytes"] += values["bytes"]
+
+    def show(self) -> None:
+        """Print the lines that came since the last time."""
+        for note in self.notes:
+            print(f"- {note}")
+        self.notes.clear()
+
+    def moved(self) -> dict[str, Any]:
+        """The moves since the last time, by kind, with their bytes."""
+        done, self.counts = dict(self.counts), Counter()
+        return {"moves": done}
+
+    def whole_prompt(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt with what its conversation has so far in front."""
+        if not prompt.request.continues:
+            return prompt.token_ids
+        return (*self.said.get(str(prompt.request.conversation), ()), *prompt.token_ids)
+
+    def turns(self, prompt: Prompt, num_tokens: int) -> tuple[int, ...]:
+        """Where the answers' turns begin in a whole prompt of so many tokens, the last one included."""
+        if prompt.request.conversation is None or num_tokens <= TAIL_TOKENS:
+            return ()
+        begins = self.begins.setdefault(prompt.request.conversation, [])
+        begins.append(num_tokens - TAIL_TOKENS)
+        return tuple(begins)
+
+    def remember(self, prompt: Prompt, tokens: Sequence[int], last: Sequence[int]) -> None:
+        """Keep what a conversation has after a request: its tokens and the last one of the answer."""
+        if prompt.request.conversation is not None:
+            self.said[prompt.request.conversation] = [*tokens, *last]
+
+
 def _steps(
-    session: Session, logits: np.ndarray, request: Request, stop_ids: frozenset[int], config: RunConfig
+    begun: Begun, request: Request, stop_ids: frozenset[int], config: RunConfig
 ) -> Iterator[tuple[tuple[int, ...], RoundRecord]]:
     """Yield the tokens of the output, with the step that gave them: chosen by the model, or forced one by one."""
     if request.forced_token_ids is not None:
-        for token, (step, _) in zip(request.forced_token_ids, session.force(request.forced_token_ids), strict=True):
+        for token, (step, _) in zip(request.forced_token_ids, begun.force(request.forced_token_ids), strict=True):
             yield (token,), step
         return
-    steps = session.decode(
-        logits,
+    steps = begun.decode(
         max_tokens=request.max_output_tokens,
         sampling=request.sampling,
         stop_ids=stop_ids,

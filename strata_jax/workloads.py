@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,13 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. Exactly one of messages, prompt and token_ids is set; a `prompt` gets no chat template."""
+    """One request. Exactly one of messages, prompt and token_ids is set; a `prompt` gets no chat template.
+
+    Attributes:
+        conversation: whose conversation it begins or goes on with; None: it stands alone.
+        continues: the prompt is a further turn behind all that the conversation has so far.
+        prompt_tokens: the prompt is cut to so many tokens.
+    """
 
     name: str
     max_output_tokens: int
@@ -38,6 +44,9 @@ class Request:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     chat_options: Mapping[str, Any] = field(default_factory=dict)
+    conversation: str | None = None
+    continues: bool = False
+    prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if sum(source is not None for source in (self.messages, self.prompt, self.token_ids)) != 1:
@@ -132,13 +141,29 @@ def _document_requests(config: WorkloadConfig, data_file: Path) -> list[Request]
     entry = load_workload(config.name, data_file)
     if not entry.get("runnable"):
         raise ConfigError(
-            f"workload.name={config.name}: this version has it as data only. It can run doc_18k_small and doc_18k."
+            f"workload.name={config.name}: this version has it as data only. It can run doc_18k_small, doc_18k and"
+            " conversations."
         )
+    if "agents" in entry:
+        return list(_agents(entry, config))
     count = config.records if config.records is not None else int(entry["records"])
     records = "\n".join(entry["record"].format(i=index) for index in range(count))
     texts = {"warm_question": entry["warm_question"]}
     texts |= {name: prefix + records for name, prefix in entry["prefixes"].items()}
     return [_text_request(name, texts[name], config, int(entry["max_output_tokens"])) for name in entry["order"]]
+
+
+def _agents(entry: Mapping[str, Any], config: WorkloadConfig) -> Iterator[Request]:
+    """Yield the requests of agents that take turns: a document for each, then further turns."""
+    common, seen = _common(config, int(entry["max_output_tokens"])), set[str]()
+    for index, (tokens, agent) in enumerate(zip(entry["order"], entry["agents"], strict=True)):
+        length = int(entry["fresh_tokens"] if agent in seen else tokens)
+        lines = (f"{agent} {index}", *(entry["record"].format(i=i) for i in range(length)))  # a line has many tokens
+        yield Request(
+            name=f"{agent}.{index}", prompt="\n".join(lines), conversation=agent, continues=agent in seen,
+            prompt_tokens=length, **common,
+        )  # fmt: skip
+        seen.add(agent)
 
 
 def _text_request(

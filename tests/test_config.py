@@ -159,13 +159,13 @@ def test_C03_memory_fraction_outside_its_range_is_refused(value: str, compose_co
 @pytest.mark.parametrize(
     "override",
     [
-        "policy.kv_grow.enabled=true",
+        "policy.vram_elastic.enabled=true",
         "policy.compat=upstream",
-        "kv.grow.step_cells=4096",
-        "conversation.budget_mib=2048",
+        "kv.grow.anywhere=false",
+        "kv.resident_cells=20480",
         "upstream.mtp=false",
-        "cache.replacement=adaptive",
-        "prefill.short_read_tokens=64",
+        "cache.per_layer=true",
+        "prefill.lend_pct=80",
         "hardware.pcie_gb_s=25",
         "workload.prompt_tokens=100",
     ],
@@ -269,6 +269,29 @@ def test_help_names_every_setting_and_option() -> None:
     assert [path for path in options if f"{path.parent.name}={path.stem}" not in text] == []
     assert max(len(line) for line in text.splitlines()) <= 130
     assert " * hardware=local " in text
+
+
+@pytest.mark.parametrize("policy", ["own_prefill", "conversation_budget", "head_alias", "kv_grow", "all"])
+def test_policies_run_on_the_device(policy: str, compose_config: Compose) -> None:
+    config = compose_config([f"policy={policy}"])
+    assert config.executor.name.name == "device"
+    assert config.prefill.borrow is (policy != "conversation_budget")
+    assert config.kv.grow.enabled is (policy in ("kv_grow", "all"))
+    parks = policy in ("conversation_budget", "all")
+    assert (config.conversation.budget_mib, config.conversation.prompt_cache.checkpoints) == (
+        (2048, 6) if parks else (0, 0)
+    )
+
+
+def test_a_search_for_policies_needs_the_simulator(compose_config: Compose) -> None:
+    message = refusal(compose_config, "policy=auto")
+    assert "policy=auto" in message
+    assert "executor=sim" in message
+
+
+def test_policies_move_memory_while_text_is_generated(compose_config: Compose) -> None:
+    message = refusal(compose_config, "policy=kv_grow", "pipeline=logits", "workload.token_ids=[1]")
+    assert "policy.kv_grow.enabled=true and pipeline=logits" in message
 
 
 def documented_commands() -> list[str]:

@@ -13,35 +13,39 @@ USE = "use this policy; auto: policy=auto decides"
 @dataclass
 class KvGrowConfig:
     enabled: bool | str = setting(
-        AUTO, "grow the K/V in steps instead of reserving all of it; auto: as policy.kv_grow says", executors=IN_SIM
+        AUTO, "grow the K/V in steps instead of reserving all of it; auto: as policy.kv_grow says"
     )
     init_cells: int | str = setting(
-        AUTO, "cells mapped at the start; auto: 16,384", unit="cells", low=4, high=16_777_216, executors=IN_SIM
+        AUTO,
+        "cells mapped at the start; auto: 16,384, on the device a sixteenth of the context at most",
+        unit="cells",
+        low=4,
+        high=16_777_216,
     )
     step_cells: int | str = setting(
-        AUTO, "cells added at a time; auto: 8,192", unit="cells", low=4, high=16_777_216, executors=IN_SIM
+        AUTO,
+        "cells added at a time; auto: 8,192, on the device a thirty-second of the context at most",
+        unit="cells",
+        low=4,
+        high=16_777_216,
     )
-    floor_slots: int = setting(
-        128, "expert slots that growth never takes", unit="slots", low=0, high=1_048_576, executors=IN_SIM
+    floor_slots: int | str = setting(
+        AUTO,
+        "expert slots that growth never takes; auto: 128, on the device the experts of one token at most",
+        unit="slots",
+        low=0,
+        high=1_048_576,
     )
-    hysteresis_steps: int = setting(
-        2, "spare steps kept before cells are given back", unit="steps", low=0, high=1024, executors=IN_SIM
-    )
+    hysteresis_steps: int = setting(2, "spare steps kept before cells are given back", unit="steps", low=0, high=1024)
     anywhere: bool | str = setting(
         AUTO,
         "the coldest slots pay, wherever they lie; false: those just under the loan, as in the original; auto: only"
         " where none lie there, never with policy.compat=upstream",
         executors=IN_SIM,
     )
-    keep_restorable: bool = setting(
-        False, "trimming leaves what the longest parked conversation needs", executors=IN_SIM
-    )
-    request_margin_cells: int = setting(
-        256, "cells mapped beyond a prompt", unit="cells", low=0, high=1_048_576, executors=IN_SIM
-    )
-    round_margin_cells: int = setting(
-        64, "cells mapped beyond a decode window", unit="cells", low=0, high=1_048_576, executors=IN_SIM
-    )
+    keep_restorable: bool = setting(False, "trimming leaves what the longest parked conversation needs")
+    request_margin_cells: int = setting(256, "cells mapped beyond a prompt", unit="cells", low=0, high=1_048_576)
+    round_margin_cells: int = setting(64, "cells mapped beyond a decode window", unit="cells", low=0, high=1_048_576)
 
 
 @dataclass
@@ -60,12 +64,12 @@ class KvConfig:
 
 @dataclass
 class AdaptConfig:
-    every_rounds: int = setting(4, "rounds between decisions", unit="rounds", low=1, high=1_000_000, executors=IN_SIM)
-    swaps: int = setting(96, "most swaps at a decision", unit="experts", low=0, high=1_048_576, executors=IN_SIM)
-    decay: float = setting(0.7, "factor of all usage counters at a decision", low=0, high=1, executors=IN_SIM)
-    least_usage: float = setting(2.0, "usage a candidate has at least", low=0, high=1e6, executors=IN_SIM)
-    gap: float = setting(1.5, "usage by which it exceeds its victim's", low=0, high=1e6, executors=IN_SIM)
-    lag_rounds: int = setting(1, "rounds until a copy may land", unit="rounds", low=0, high=1000, executors=IN_SIM)
+    every_rounds: int = setting(4, "rounds between decisions", unit="rounds", low=1, high=1_000_000)
+    swaps: int = setting(96, "most swaps at a decision", unit="experts", low=0, high=1_048_576)
+    decay: float = setting(0.7, "factor of all usage counters at a decision", low=0, high=1)
+    least_usage: float = setting(2.0, "usage a candidate has at least", low=0, high=1e6)
+    gap: float = setting(1.5, "usage by which it exceeds its victim's", low=0, high=1e6)
+    lag_rounds: int = setting(1, "rounds until a copy may land", unit="rounds", low=0, high=1000)
 
 
 @dataclass
@@ -83,7 +87,6 @@ class CacheConfig:
         Replacement.static,
         "which expert leaves when another one comes in; adaptive: swaps by decayed usage between rounds",
         available=("static", "adaptive"),
-        executors=IN_SIM,
     )
     adapt: AdaptConfig = node(AdaptConfig, "cache.replacement=adaptive")
     pcie_frac: float | int | str = setting(
@@ -122,12 +125,11 @@ class PrefillConfig:
     own: OwnBuffers = setting(
         OwnBuffers.auto,
         "own prompt buffers from spare device memory; auto: as policy.prefill_own says; on: own or an error",
-        executors=IN_SIM,
     )
     borrow: bool | str = setting(
         AUTO,
-        "prompt buffers may borrow expert slots; auto: yes with strata memory models; false: their own, always",
-        executors=IN_SIM,
+        "prompt buffers may borrow expert slots; auto: yes with strata memory models, on the device with a policy that"
+        " moves device memory; false: their own, always",
     )
     short_read_tokens: int | str = setting(
         AUTO,
@@ -136,7 +138,6 @@ class PrefillConfig:
         unit="tokens",
         low=0,
         high=65536,
-        executors=IN_SIM,
     )
     ring_slots: int | str = setting(
         AUTO, "staging slots of streamed experts", unit="slots", low=1, high=65536, executors=IN_SIM
@@ -156,7 +157,7 @@ class PrefillConfig:
 
 @dataclass
 class PrefillOwnPolicy:
-    enabled: bool | str = setting(False, USE, words=(AUTO,), executors=IN_SIM)
+    enabled: bool | str = setting(False, USE, words=(AUTO,))
     decide_at: DecideAt = setting(
         DecideAt.filled,
         "decide when the cache has been filled, as the original does, or on the final ledger",
@@ -166,19 +167,18 @@ class PrefillOwnPolicy:
 
 @dataclass
 class ConversationBudgetPolicy:
-    enabled: bool | str = setting(False, USE, words=(AUTO,), executors=IN_SIM)
+    enabled: bool | str = setting(False, USE, words=(AUTO,))
 
 
 @dataclass
 class HeadAliasPolicy:
-    enabled: bool | str = setting(False, USE, words=(AUTO,), executors=IN_SIM)
+    enabled: bool | str = setting(False, USE, words=(AUTO,))
     min_fresh_tokens: int | str = setting(
         AUTO,
         "shorter reads keep the head; auto: 0 with policy.compat=upstream, else the break-even by the cost model",
         unit="tokens",
         low=0,
         high=16_777_216,
-        executors=IN_SIM,
     )
     spare_mib: int | str = setting(
         AUTO,
@@ -213,7 +213,7 @@ class HeadAliasPolicy:
 
 @dataclass
 class KvGrowPolicy:
-    enabled: bool | str = setting(False, f"{USE}; its parameters are kv.grow.*", words=(AUTO,), executors=IN_SIM)
+    enabled: bool | str = setting(False, f"{USE}; its parameters are kv.grow.*", words=(AUTO,))
 
 
 @dataclass
@@ -251,19 +251,18 @@ class PolicyConfig:
 class PromptCacheConfig:
     checkpoints: int | str = setting(
         AUTO,
-        "recurrent-state checkpoints per conversation; auto: 6 with strata memory models",
+        "recurrent-state checkpoints per conversation; auto: 6 with strata memory models, on the device where"
+        " conversations are parked",
         low=0,
         high=1024,
-        executors=IN_SIM,
     )
-    every: int = setting(16_384, "tokens between checkpoints", unit="tokens", low=1, high=16_777_216, executors=IN_SIM)
+    every: int = setting(16_384, "tokens between checkpoints", unit="tokens", low=1, high=16_777_216)
     root: int = setting(
         2_048,
         "the first turn boundary from here on is kept for good",
         unit="tokens",
         low=0,
         high=16_777_216,
-        executors=IN_SIM,
     )
 
 
@@ -275,12 +274,9 @@ class ConversationConfig:
         unit="MiB",
         low=0,
         high=1_073_741_824,
-        executors=IN_SIM,
     )
-    slots: int = setting(4, "parked conversations", low=0, high=4096, executors=IN_SIM)
-    min_free_mib: int = setting(
-        2560, "RAM that parking leaves free", unit="MiB", low=0, high=1_073_741_824, executors=IN_SIM
-    )
+    slots: int = setting(4, "parked conversations", low=0, high=4096)
+    min_free_mib: int = setting(2560, "RAM that parking leaves free", unit="MiB", low=0, high=1_073_741_824)
     prompt_cache: PromptCacheConfig = node(PromptCacheConfig, "reuse of prompt prefixes")
 
 

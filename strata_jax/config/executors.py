@@ -11,6 +11,7 @@ from strata_jax.config.schema import RunConfig
 LOCAL = "local"
 FILE_MODELS = ("builtin_tiny",)  # presets that are files; the others are geometry without weights
 NEED_WEIGHTS = (PipelineName.inspect, PipelineName.logits, PipelineName.parity)
+OF_PRESETS = {"ram.tier": "conversation_budget"}  # a preset of policies sets it for where it counts
 STRATA_KV_TYPES = (KvType.f16, KvType.int8, KvType.k8v4, KvType.q4_0)
 
 
@@ -53,6 +54,8 @@ def _not_honoured(config: RunConfig, executor: ExecutorName) -> list[str]:
     for setting in all_settings().values():
         executors = setting.field.metadata["executors"]
         value = value_of(config, setting.name)
+        if OF_PRESETS.get(setting.name) == config.policy.name:
+            continue
         if executors != BOTH and executor.name not in executors and value != setting.default:
             problems.append(
                 f"{setting.name}={show(value)} and executor={executor.name}: this version honours {setting.name} only"

@@ -20,7 +20,7 @@ class HardwareConfig:
         AUTO,
         "device memory; smaller than the real one lets a card stand in for a smaller card",
         unit="MiB",
-        low=64,
+        low=1,
         high=MAX_MIB,
     )
     vram_reserve_mib: int | str = setting(

@@ -20,7 +20,7 @@ def enabled_policies(config: RunConfig) -> list[str]:
 
 def policy_contradictions(config: RunConfig) -> list[str]:
     """Return a message for every pair of policy settings that cannot both hold."""
-    return _switches_and_nodes(config) + _memory_model(config) + _inert(config) + _jobs(config)
+    return _switches_and_nodes(config) + _memory_model(config) + _on_device(config) + _inert(config) + _jobs(config)
 
 
 def _switches_and_nodes(config: RunConfig) -> list[str]:
@@ -48,6 +48,24 @@ def _switches_and_nodes(config: RunConfig) -> list[str]:
         problems.append(
             f"policy.{searched[0]}.enabled=auto and policy={policy.name}: only policy=auto searches. Give true or"
             " false, or choose policy=auto."
+        )
+    return problems
+
+
+def _on_device(config: RunConfig) -> list[str]:
+    if executor_of(config) is not ExecutorName.device:
+        return []
+    problems = []
+    if config.policy.name == AUTO or any(getattr(config.policy, name).enabled == AUTO for name in SWITCHES):
+        problems.append(
+            "policy=auto and executor=device: the search runs on the simulator. Search with executor=sim, or name a"
+            " policy."
+        )
+    asked = [f"policy.{name}.enabled=true" for name in enabled_policies(config)]
+    if asked and config.pipeline.name not in (PipelineName.generate, PipelineName.plan):
+        problems.append(
+            f"{asked[0]} and pipeline={config.pipeline.name.name}: policies move memory while text is generated. Leave"
+            " one out."
         )
     return problems
 

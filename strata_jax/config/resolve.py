@@ -15,7 +15,7 @@ MODEL_FILE = "file"  # quant.name of a model that is a file
 STRATA_SHORT_READ_TOKENS = 64  # planning notes 3.1
 STRATA_CHECKPOINTS = 6
 STRATA_SUFFIX_DRAFT = 3
-GROW_INIT_CELLS, GROW_STEP_CELLS = 16_384, 8_192  # planning notes 6.3
+GROW_INIT_CELLS, GROW_STEP_CELLS, GROW_FLOOR_SLOTS = 16_384, 8_192, 128  # planning notes 6.3
 STRATA_DRAFT_VOCAB = 106_299  # planning notes 1.6, the default vocabulary of drafts
 CONVERSATION_BUDGET_MIB = 2_048  # ours, the published runs have 1,024 to 8,192
 
@@ -27,6 +27,8 @@ def resolve(config: RunConfig) -> RunConfig:
         config.quant.name = MODEL_FILE
     if config.executor.name is ExecutorName.sim:
         _resolve_sim(config, strata=has_strata_memory(config))
+    else:
+        _resolve_device(config)
     return config
 
 
@@ -55,6 +57,22 @@ def _resolve_sim(config: RunConfig, *, strata: bool) -> None:
         _resolve_policies(config, strata=strata)
 
 
+def _resolve_device(config: RunConfig) -> None:
+    """What follows from the policies; cells and slots follow from the plan, when there is one."""
+    policy, conversation = config.policy, config.conversation
+    if config.kv.grow.enabled == AUTO:
+        config.kv.grow.enabled = policy.kv_grow.enabled
+    if conversation.budget_mib == AUTO:
+        conversation.budget_mib = CONVERSATION_BUDGET_MIB if policy.conversation_budget.enabled is True else 0
+    if conversation.prompt_cache.checkpoints == AUTO:
+        conversation.prompt_cache.checkpoints = STRATA_CHECKPOINTS if conversation.budget_mib else 0
+    if config.prefill.borrow == AUTO:
+        moves = (policy.prefill_own.enabled, policy.head_alias.enabled, config.kv.grow.enabled)
+        config.prefill.borrow = True in moves
+    if config.prefill.short_read_tokens == AUTO:
+        config.prefill.short_read_tokens = 0
+
+
 def _resolve_given_switches(config: RunConfig) -> None:
     """A switch that is left to the search follows the setting that it steers, where that is given."""
     policy, grow, own = config.policy, config.kv.grow.enabled, config.prefill.own
@@ -76,6 +94,8 @@ def _resolve_policies(config: RunConfig, *, strata: bool) -> None:
         grow.init_cells = GROW_INIT_CELLS
     if grow.step_cells == AUTO:
         grow.step_cells = GROW_STEP_CELLS
+    if grow.floor_slots == AUTO:
+        grow.floor_slots = GROW_FLOOR_SLOTS
     if alias.inside_head == AUTO:
         alias.inside_head = False
     if config.prefill.borrow == AUTO:

@@ -6,7 +6,7 @@ on shapes alone (`Programs.shapes_only`): that compiles the programs before thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -88,16 +88,17 @@ def window_rows(num_tokens: int, spec_window: int, num_drafts: int, min_p: float
     return 1 if num_tokens == 1 and (num_drafts == 0 or min_p > 0) else spec_window
 
 
-def compile_programs(engine: Engine, lent_segments: Mapping[int, int], min_p: float = 0.0) -> None:
+def compile_programs(engine: Engine, loans: Collection[tuple[int, int]], min_p: float = 0.0) -> None:
     """Compile what prompts, greedy and sampled rounds, and moves will run, from shapes alone.
 
     Args:
-        lent_segments: how many segments are lent while a prompt is read in chunks of a bucket; 0 for others.
+        loans: (bucket, segments that are lent while a chunk of it is read); a bucket that is not there borrows none.
         min_p: as for `Session.decode`.
     """
+    others = {(bucket, 0) for bucket in engine.plan.prefill_buckets if bucket not in dict(loans)}
     with engine.programs.shapes_only():
-        for bucket in engine.plan.prefill_buckets:
-            _compile_chunk(_abstract(engine, lent_segments.get(bucket, 0)), bucket)
+        for bucket, lent in sorted({*loans, *others}):
+            _compile_chunk(_abstract(engine, lent), bucket)
         _compile_rounds(_abstract(engine, 0), min_p)
         _compile_fills(_abstract(engine, 0))
 

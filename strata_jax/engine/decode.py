@@ -45,6 +45,7 @@ class Round:
         next_drafts: i32[W - 1]; the first ``num_drafts`` of them are worth verifying.
         logits: f32[T, V].
         counts: expert look-ups and hits of the committed and the rejected rows.
+        uses: i32[L', X], how many of these rows used each expert of each block.
     """
 
     tokens: jax.Array
@@ -53,6 +54,7 @@ class Round:
     num_drafts: jax.Array
     logits: jax.Array
     counts: ExpertCounts
+    uses: jax.Array
 
 
 def decode_step(
@@ -81,7 +83,7 @@ def decode_step(
         min_p: a draft less probable than this ends the next window.
         num_drafts: drafts to make for the next window (0 where the MTP block is not used).
     """
-    streams, arena, after, ple_inputs, counts = trunk(
+    streams, arena, after, ple_inputs, counts, uses = trunk(
         weights, banks, tables, arena, segments, state, window, ple_rows, start, count, spec
     )
     assert weights.head is not None
@@ -115,7 +117,11 @@ def decode_step(
             spec=spec,
         )
         counts = counts + draft_counts
-    return arena, state, Round(chosen, kept, drafts, num_good, scores, counts)
+        assert draft_counts.uses is not None
+        uses.append(draft_counts.uses)
+    elif weights.draft is not None:
+        uses.append(jnp.zeros_like(uses[-1]))
+    return arena, state, Round(chosen, kept, drafts, num_good, scores, counts, jnp.stack(uses))
 
 
 def draft(
@@ -155,7 +161,7 @@ def draft(
         nxt, prob = _pick(weights, streams, spec)
         return (arena, advance_block(index, after, one), nxt, streams, total + more), (nxt[0], prob)
 
-    carry = (arena, fed, token, last, no_counts())
+    carry = (arena, fed, token, last, no_counts(spec.geometry.num_experts))
     (arena, drafted, _, _, more), (tokens_after, probs_after) = jax.lax.scan(step, carry, jnp.arange(num_drafts - 1))
     drafts = jnp.concatenate([token, tokens_after])
     good = jnp.cumprod((jnp.concatenate([prob[None], probs_after]) >= min_p).astype(jnp.int32))

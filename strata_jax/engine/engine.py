@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,14 +68,14 @@ class Engine:
         geometry: Geometry,
         plan: MemoryPlan,
         watch: Watch | None = None,
-        lent_segments: Mapping[int, int] | None = None,
+        loans: Collection[tuple[int, int]] | None = None,
         min_p: float = 0.0,
     ) -> Engine:
         """Read the model as planned: dense weights, bank, arena, resident experts.
 
         Args:
-            lent_segments: if given, all programs are compiled before the arena takes its memory (see
-                `compile_programs`); else each at its first call.
+            loans: if given, all programs are compiled before the arena takes its memory (see `compile_programs`);
+                else each at its first call.
 
         Raises:
             FormatError: a tensor's type is one that the engine cannot decode.
@@ -96,8 +96,8 @@ class Engine:
             file, geometry, plan, weights, banks, residency, device_tables(residency), arrays[0], tuple(arrays[1:]),
             programs, _block_kinds(weights, banks),
         )  # fmt: skip
-        if lent_segments is not None:
-            compile_programs(engine, lent_segments, min_p)
+        if loans is not None:
+            compile_programs(engine, loans, min_p)
         # the segments last and next to each other, so that the allocator gets them back in one piece
         for idx, pages in enumerate(layout.array_pages):
             engine.set_array(idx, new_pages(pages, plan.page_bytes))

@@ -82,17 +82,28 @@ class ExpertWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Routed (token, expert) pairs of a call, and those served from the arena."""
+    """Routed (token, expert) pairs of a call, those served from the arena, and uses of each expert of one block i32[X].
+
+    Where several blocks are counted together there are no `uses`.
+    """
 
     lookups: jax.Array
     hits: jax.Array
+    uses: jax.Array | None = None
 
     def __add__(self, other: ExpertCounts) -> ExpertCounts:
-        return ExpertCounts(self.lookups + other.lookups, self.hits + other.hits)
+        both = None if self.uses is None or other.uses is None else self.uses + other.uses
+        return ExpertCounts(self.lookups + other.lookups, self.hits + other.hits, both)
+
+    def totals(self) -> ExpertCounts:
+        """The counts without the single experts."""
+        return ExpertCounts(self.lookups, self.hits)
 
 
-def no_counts() -> ExpertCounts:
-    return ExpertCounts(jnp.int32(0), jnp.int32(0))
+def no_counts(num_experts: int | None = None) -> ExpertCounts:
+    """Nothing counted yet: of single experts too if there are some."""
+    uses = None if num_experts is None else jnp.zeros(num_experts, jnp.int32)
+    return ExpertCounts(jnp.int32(0), jnp.int32(0), uses)
 
 
 def route(u: jax.Array, w: ExpertWeights, num_used: int) -> tuple[jax.Array, jax.Array]:
@@ -130,7 +141,8 @@ def mixture(
     shared = gate * linear(hidden, w.shared_down)
     run = _window if num_tokens <= MAX_WINDOW_TOKENS else _chunk
     hits = jnp.sum(jnp.where(ids < g.num_experts, pages[jnp.minimum(ids, g.num_experts - 1)] >= 0, False))
-    counts = ExpertCounts(count.astype(jnp.int32) * g.num_experts_used, hits.astype(jnp.int32))
+    uses = jnp.zeros(g.num_experts + 1, jnp.int32).at[ids.reshape(-1)].add(1)[: g.num_experts]
+    counts = ExpertCounts(count.astype(jnp.int32) * g.num_experts_used, hits.astype(jnp.int32), uses)
     return run(u, ids, weights, bank, arrays, pages, g) + shared, counts
 
 

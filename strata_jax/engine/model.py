@@ -169,14 +169,16 @@ def trunk(
     start: jax.Array,
     count: jax.Array,
     spec: ModelSpec,
-) -> tuple[jax.Array, jax.Array, list[Any], jax.Array | None, ExpertCounts]:
+) -> tuple[jax.Array, jax.Array, list[Any], jax.Array | None, ExpertCounts, list[jax.Array]]:
     """Run every trunk block on a window of T tokens.
 
     Returns:
-        streams f32[T, C, E], arena, per block what `advance_block` needs, the PLE convolution inputs, expert counts.
+        streams f32[T, C, E], arena, per block what `advance_block` needs, the PLE convolution inputs, expert counts,
+        per block the uses of each expert.
     """
     g = spec.geometry
     streams, after, counts, ple_inputs = embed(weights, tokens, g), [], no_counts(), None
+    uses: list[jax.Array] = []
     for layer, w in enumerate(weights.blocks):
         if w.ple is not None:
             assert ple_rows is not None
@@ -189,7 +191,9 @@ def trunk(
         )  # fmt: skip
         after.append(rows)
         counts = counts + block_counts
-    return streams, arena, after, ple_inputs, counts
+        assert block_counts.uses is not None
+        uses.append(block_counts.uses)
+    return streams, arena, after, ple_inputs, counts, uses
 
 
 def logits(streams: jax.Array, mixer: MixerWeights, head: Matrix, g: Geometry) -> jax.Array:

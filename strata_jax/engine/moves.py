@@ -204,15 +204,18 @@ class Mover:
             self._publish(MoveKind.MAP_CELLS, new)
         return gone
 
-    def trim_cells(self, cells: int, cause: str = "") -> tuple[int, ...]:
+    def trim_cells(self, cells: int, cause: str = "", returning: Sequence[int] | None = None) -> tuple[int, ...]:
         """Unmap the pages past ``cells`` cells and make slots of what is free; returns these slots, empty.
 
         Pages in use that stand in the way are copied to free ones.
+
+        Args:
+            returning: the slots to make; None: as many as can be.
         """
         engine = self.engine
         with self._move(MoveKind.TRIM_CELLS, Owner.KV, cause) as job:
             before = engine.residency
-            new, moves, slots = before.trimmed(cells)
+            new, moves, slots = before.trimmed(cells, returning)
             pages = (before.mapped_groups - new.mapped_groups) * len(new.kv_pages)
             job.bytes, job.count = pages * before.layout.page_bytes, before.mapped_cells - new.mapped_cells
             self._move_pages(MoveKind.TRIM_CELLS, moves)

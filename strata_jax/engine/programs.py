@@ -201,7 +201,7 @@ def _gdn_chunk(
     streams, _, after, counts = block(
         streams, w, bank, arena, segments, tables.expert_pages(layer), None, state, start, count, spec
     )
-    return streams, advance_block(state, after, count), counts
+    return streams, advance_block(state, after, count), counts.totals()
 
 
 def _attention_chunk(
@@ -222,7 +222,7 @@ def _attention_chunk(
     streams, arena, after, counts = block(
         streams, w, bank, arena, segments, tables.expert_pages(layer), tables.kv_pages[row], state, start, count, spec
     )
-    return streams, arena, advance_block(state, after, count), counts
+    return streams, arena, advance_block(state, after, count), counts.totals()
 
 
 def _draft_chunk(
@@ -245,7 +245,7 @@ def _draft_chunk(
     out, arena, after, counts = feed_draft(
         weights, bank, tables, arena, segments, index, tokens, before, start, count, spec
     )
-    return out, arena, advance_block(index, after, count), flat[count - 1], counts
+    return out, arena, advance_block(index, after, count), flat[count - 1], counts.totals()
 
 
 def _last_hidden(streams: jax.Array, count: jax.Array) -> jax.Array:

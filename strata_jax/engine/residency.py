@@ -265,12 +265,18 @@ class Residency:
         kv_pages[:, old:new] = free[:missing].reshape(new - old, len(kv_pages)).T
         return replace(given, kv_pages=kv_pages)
 
-    def trimmed(self, cells: int) -> tuple[Residency, tuple[PageMove, ...], tuple[int, ...]]:
+    def trimmed(
+        self, cells: int, returning: Sequence[int] | None = None
+    ) -> tuple[Residency, tuple[PageMove, ...], tuple[int, ...]]:
         """Unmap the cells past the pages that hold the first ``cells`` cells; put slots together of what is free.
+
+        Args:
+            returning: the slots to put together; None: as many as the free pages suffice for, those with the fewest
+                moves first.
 
         Returns:
             the tables, the K/V pages that must be moved before they are published, and the slots that are there again
-            (empty), as many as the free pages suffice for, those with the fewest moves first.
+            (empty).
         """
         groups = self.layout.groups(cells)
         if groups > self.mapped_groups:
@@ -283,11 +289,16 @@ class Residency:
         runs = {slot: self._home(slot) for slot in np.flatnonzero(self.slot_page < 0).tolist()}
         in_use = {slot: int(np.count_nonzero(~free[run])) for slot, run in runs.items()}
         left, back = int(np.count_nonzero(free)), []
-        for slot in sorted(runs, key=lambda slot: (in_use[slot], slot)):
+        chosen = sorted(runs, key=lambda slot: (in_use[slot], slot)) if returning is None else returning
+        for slot in chosen:
+            if slot not in runs:
+                raise ValueError(f"slot {slot} does not belong to the K/V")
             size = self.layout.slot_num_pages[slot]
             if size <= left:
                 left -= size
                 back.append(slot)
+        if returning is not None and len(back) < len(returning):
+            raise ValueError(f"{len(returning)} slots need more pages than are free")
         slot_page, sources = self.slot_page.copy(), []
         for slot in back:
             slot_page[slot] = self.layout.slot_first_page[slot]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strata_jax.engine.attention import IndexState
 from strata_jax.engine.chunk import read_chunk, window_rows
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.experts import ExpertCounts, no_counts
@@ -31,7 +32,10 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """One decode round: tokens verified and emitted, its time (compilation apart) and its experts."""
+    """One decode round: tokens verified and emitted, its time (compilation apart) and its experts.
+
+    uses: i32[L', X], how many tokens of the window used each expert of each block; None where it is not counted.
+    """
 
     position: int
     window_tokens: int
@@ -39,6 +43,7 @@ class RoundRecord:
     seconds: float
     lookups: int
     hits: int
+    uses: np.ndarray | None = None
 
     @property
     def num_drafted(self) -> int:
@@ -55,11 +60,13 @@ class Session:
 
     Attributes:
         tokens: what the state has seen, in order; ``len(tokens)`` is the next position.
+        count_uses: whether rounds say which experts they used.
     """
 
     engine: Engine
     on_chunk: Callable[[ChunkRecord], None] = lambda record: None
     tokens: list[int] = field(default_factory=list)
+    count_uses: bool = False
 
     def __post_init__(self) -> None:
         self.state = self.engine.empty_state()
@@ -127,17 +134,11 @@ class Session:
         token = int(engine.programs.sample(jnp.asarray(first_logits[-1:]), np.int32(len(self.tokens)), how)[0])
         yield RoundRecord(len(self.tokens), 1, (token,), engine.programs.clock_s() - started, 0, 0)
         left = max_tokens - 1
-        drafts, counts = [], no_counts()
+        drafts: list[int] = []
+        counts = no_counts()
         if num_drafts and left > 0 and token not in stop_ids and self.num_cells_left > 0:
             self._check_owner()
-            self._require_cells(len(self.tokens) + num_drafts)
-            engine.head()
-            engine.arena, self.state, proposed, good, counts = engine.programs.first_window(
-                num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, engine.segments,
-                self.state, np.array([token], np.int32), self.state.hidden[None], np.int32(len(self.tokens)),
-                np.int32(1), np.float32(min_p),
-            )  # fmt: skip
-            drafts = np.asarray(proposed)[: int(good)].tolist()
+            drafts, counts = self._first_window(token, num_drafts, min_p)
         while left > 0 and token not in stop_ids and self.num_cells_left > 0:
             window = [token, *drafts][: min(left, self.num_cells_left)]
             record, drafts, _ = self._round(window, [], how, min_p, num_drafts, counts)
@@ -156,6 +157,42 @@ class Session:
         for i, token in enumerate(tokens):
             record, _, scores = self._round([token], list(tokens[i + 1 : i + 2]), how, 0.0, 0, no_counts())
             yield record, np.asarray(scores[0])
+
+    def read_windows(self, tokens: Sequence[int]) -> None:
+        """Read tokens through decode windows, as many at a time as a window has; `last_logits` or more may follow.
+
+        The MTP block reads them too, so that drafts stay usable where they were.
+        """
+        self._check_tokens(tokens)
+        engine = self.engine
+        num_drafts = engine.plan.spec_window - 1 if self.drafts_usable else 0
+        how, left = sampling_arrays(Sampling()), list(tokens)
+        if num_drafts and left:
+            self._forget_chosen()
+            self._first_window(left[0], num_drafts, 0.0)
+        while left:
+            window = left[: engine.plan.spec_window if engine.plan.with_draft else 1]
+            left = left[len(window) :]
+            self._round(window, [*window[1:], *left[:1]], how, 0.0, num_drafts, no_counts())
+        self._forget_chosen()
+
+    def _forget_chosen(self) -> None:
+        """Bring the MTP block's state back to the last committed token: it has also seen the one chosen after it."""
+        index, tail = self.state.draft, self.state.draft_tail
+        if isinstance(index, IndexState) and tail is not None:
+            self.state = replace(self.state, draft=IndexState(index.keys, self.engine.programs.second(tail)))
+
+    def _first_window(self, token: int, num_drafts: int, min_p: float) -> tuple[list[int], ExpertCounts]:
+        """Give the MTP block a token that follows the committed ones; returns the drafts worth verifying after it."""
+        engine = self.engine
+        self._require_cells(len(self.tokens) + num_drafts)
+        engine.head()
+        engine.arena, self.state, proposed, good, counts = engine.programs.first_window(
+            num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, engine.segments,
+            self.state, np.array([token], np.int32), self.state.hidden[None], np.int32(len(self.tokens)),
+            np.int32(1), np.float32(min_p),
+        )  # fmt: skip
+        return np.asarray(proposed)[: int(good)].tolist(), counts
 
     def _require_cells(self, end: int) -> None:
         """What a program would write to cells without a page would be lost."""
@@ -232,8 +269,9 @@ class Session:
         drafts = np.asarray(out.next_drafts)[: int(out.num_drafts)].tolist()
         self.tokens += window[:kept]
         lookups, hits = _totals([earlier, out.counts])
+        uses = np.asarray(out.uses) if self.count_uses else None
         seconds = engine.programs.clock_s() - started
-        return RoundRecord(start, len(window), emitted, seconds, lookups, hits), drafts, out.logits
+        return RoundRecord(start, len(window), emitted, seconds, lookups, hits, uses), drafts, out.logits
 
 
 def _totals(counts: list[ExpertCounts]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any
 from strata_jax.errors import DoesNotFit
 from strata_jax.geometry import Geometry
 from strata_jax.memory import layout
-from strata_jax.memory.candidate import Frame, make_frame
+from strata_jax.memory.candidate import Frame, Pieces, make_frame
 from strata_jax.memory.ledger import MIB, Ledger, Origin, Owner, Phase
 from strata_jax.memory.request import MIN_CONTEXT_CELLS, Choice, PlanRequest, check_request, setting_text
 from strata_jax.memory.segments import ArenaLayout, arena_layout
@@ -39,8 +39,10 @@ class MemoryPlan:
         slot_pages: pages of all slots.
         kv_pages_per_layer: pages of each of the `num_kv_layers` attention layers, the draft block's last.
         choices: each chosen setting with its origin and reason.
-        segment_slots: how many of the last slots lie in each lendable segment.
+        segment_slots: how many of the last slots lie in each lendable segment. bucket_segments: how many of the last
+            segments a prompt in chunks of each of `prefill_buckets` borrows; empty: none.
         kv_mapped_cells: cells that have pages at the start; None: all.
+        prompt_base_bytes: what prompt buffers have without a loan and with the head loaded, where something is lent.
     """
 
     model: str
@@ -67,7 +69,34 @@ class MemoryPlan:
     choices: tuple[Choice, ...]
     notes: tuple[str, ...]
     segment_slots: tuple[int, ...] = ()
+    bucket_segments: tuple[int, ...] = ()
     kv_mapped_cells: int | None = None
+    prompt_base_bytes: int = 0
+
+    @property
+    def lent_slots(self) -> int:
+        """Slots that a full chunk borrows."""
+        return sum(self.segment_slots)
+
+    @property
+    def mapped_cells(self) -> int:
+        """K/V cells that have pages at the start."""
+        return self.context_cells if self.kv_mapped_cells is None else self.kv_mapped_cells
+
+    @property
+    def prompt_layout(self) -> str:
+        """Where prompt buffers lie, in the words of `plan.json`."""
+        return "hybrid" if self.request.moving.head_alias else "borrowed" if self.lent_slots else "own"
+
+    def lent_bytes(self, num_segments: int) -> int:
+        """Return the bytes of the last segments."""
+        arena = self.arena
+        return sum(arena.array_pages[len(arena.array_pages) - num_segments :]) * self.page_bytes if num_segments else 0
+
+    def loans(self) -> frozenset[tuple[int, int]]:
+        """Return each (bucket, segments lent) that a prompt can meet: its last chunk may be of a smaller bucket."""
+        segments = self.bucket_segments or (0,) * len(self.prefill_buckets)
+        return frozenset((bucket, lent) for i, bucket in enumerate(self.prefill_buckets) for lent in {*segments[i:]})
 
     @property
     def padded_chunk_tokens(self) -> int:
@@ -95,7 +124,7 @@ class MemoryPlan:
             segment_slots=self.segment_slots,
             num_kv_layers=self.num_kv_layers,
             context_cells=self.context_cells,
-            kv_mapped_cells=self.context_cells if self.kv_mapped_cells is None else self.kv_mapped_cells,
+            kv_mapped_cells=self.mapped_cells,
             cells_per_page=self.cells_per_page,
             spare_pages=self.spare_pages,
             page_bytes=self.page_bytes,
@@ -128,25 +157,29 @@ class MemoryPlan:
             "fits": True,
             "shortfall_mib": 0.0,
             "model": self.model,
-            "expert_cache": {"slots": self.expert_slots, "bytes": self.slot_pages * self.page_bytes, "lent_slots": 0},
+            "expert_cache": {
+                "slots": self.expert_slots,
+                "bytes": self.slot_pages * self.page_bytes,
+                "lent_slots": self.lent_slots,
+            },
             "prefill": {
                 "chunk_tokens": self.chunk_tokens,
                 "buckets": list(self.prefill_buckets),
                 "buffer_mib": peak[Owner.PROMPT_BUFFERS] / MIB,
-                "layout": "own",
+                "layout": self.prompt_layout,
                 "ring_slots": 0,
             },
             "kv": {
                 "type": self.kv_type,
-                "mapped_cells": self.context_cells,
+                "mapped_cells": self.mapped_cells,
                 "mapped_mib": peak[Owner.KV] / MIB,
                 "max_cells": self.context_cells,
-                "max_mib": peak[Owner.KV] / MIB,
+                "max_mib": self.kv_pages * self.page_bytes / MIB,
             },
-            "head": {"mib": peak[Owner.HEAD] / MIB, "aliased": False},
+            "head": {"mib": peak[Owner.HEAD] / MIB, "aliased": self.request.moving.head_alias},
             "ram": {
                 "expert_headroom_mib": 0.0,
-                "conversation_budget_mib": 0.0,
+                "conversation_budget_mib": self.request.moving.conversation_bytes / MIB,
                 "resident_mib": peak[Owner.BANK] / MIB,
             },
             "free_after_start_mib": next(iter(free.values()), None),
@@ -162,7 +195,8 @@ class MemoryPlan:
     def from_json(cls, data: Mapping[str, Any]) -> MemoryPlan:
         """Return the plan that `to_json` gave `data` for."""
         fields: dict[str, Any] = dict(data["layout"])
-        fields |= {name: tuple(fields[name]) for name in ("prefill_buckets", "pages_per_expert", "segment_slots")}
+        names = ("prefill_buckets", "pages_per_expert", "segment_slots", "bucket_segments")
+        fields |= {name: tuple(fields[name]) for name in names}
         request = PlanRequest.from_json(data["request"])
         return cls(
             model=data["model"], request=request, ledger=Ledger.from_json(data["ledger"]), choices=request.decided,
@@ -174,7 +208,7 @@ _LAYOUT_FIELDS = (
     "context_cells", "context_requested_cells", "chunk_tokens", "prefill_buckets", "expert_slots", "num_blocks",
     "num_experts", "with_draft", "spec_window", "kv_type", "page_bytes", "pages_per_expert", "slot_pages",
     "num_kv_layers", "kv_pages_per_layer", "spare_pages", "cells_per_page", "cell_bytes",
-    "segment_slots", "kv_mapped_cells",
+    "segment_slots", "bucket_segments", "kv_mapped_cells", "prompt_base_bytes",
 )  # fmt: skip
 
 
@@ -230,7 +264,8 @@ def _choose_context(frame: Frame) -> Choice:
     half = None if room is None else max(0, room) // 2
 
     def takes_half(num_blocks: int) -> bool:
-        entries = frame.context_entries(num_blocks * block)
+        cells = num_blocks * block
+        entries = frame.context_entries(cells, frame.first_cells(cells))
         return half is None or sum(e.peak_bytes for e in entries) <= half
 
     def fits(num_blocks: int) -> bool:
@@ -286,10 +321,18 @@ def _choose_chunk(frame: Frame, context_cells: int) -> Choice:
     floors = (r.expert_slots,) if r.expert_slots is not None else (_one_token_slots(frame), 0)
     for num_slots in floors:
         for idx, tokens in enumerate(tried):
-            if frame.shortfall(context_cells, tokens, num_slots) is None:
+            if _fits_beside(frame, context_cells, tokens, num_slots):
                 reason = _chunk_reason(frame, tried, idx, context_cells, num_slots)
                 return Choice("chunk_tokens", tokens, Origin.COMPUTED, reason)
     return Choice("chunk_tokens", tried[-1], Origin.COMPUTED, "the smallest that auto tries")
+
+
+def _fits_beside(frame: Frame, context_cells: int, tokens: int, num_slots: int) -> bool:
+    """Whether a chunk fits beside at least so many slots; where prompts borrow, of all the slots that there can be."""
+    if frame.request.moving.lend and frame.request.expert_slots is None:
+        most = frame.slots_that_fit(context_cells, tokens)
+        return most is not None and most >= num_slots
+    return frame.shortfall(context_cells, tokens, num_slots) is None
 
 
 def _chunk_reason(frame: Frame, tried: tuple[int, ...], idx: int, context_cells: int, num_slots: int) -> str:
@@ -325,6 +368,8 @@ def _assemble(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> Me
     ledger = Ledger(frame.entries(context.value, chunk.value, slots.value))
     ledger.check()
     choices = (frame.page_choice, context, chunk, slots)
+    pieces = frame.pieces(context.value, chunk.value, slots.value)
+    moves = frame.request.moving.on_device
     resolved = replace(
         frame.request, page_bytes=frame.page_bytes, context_cells=context.value, chunk_tokens=chunk.value,
         expert_slots=slots.value, decided=choices,
@@ -348,16 +393,20 @@ def _assemble(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> Me
         slot_pages=layout.slot_pages(slots.value, frame.pages),
         num_kv_layers=len(frame.sizes.attention_layers(frame.with_draft)),
         kv_pages_per_layer=frame.kv_pages_per_layer(context.value),
-        spare_pages=frame.spare_pages(context.value, slots.value),
+        spare_pages=frame.spare_pages(pieces.mapped_cells, slots.value),
         cells_per_page=frame.cells_per_page,
         cell_bytes=frame.cell_bytes,
         ledger=ledger,
         choices=choices,
-        notes=_notes(frame, context, chunk, slots),
+        notes=_notes(frame, context, chunk, slots, pieces),
+        segment_slots=pieces.segment_slots,
+        bucket_segments=pieces.bucket_segments if pieces.segment_slots else (),
+        kv_mapped_cells=pieces.mapped_cells if moves else None,
+        prompt_base_bytes=pieces.base_bytes if moves else 0,
     )
 
 
-def _notes(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> tuple[str, ...]:
+def _notes(frame: Frame, context: Choice, chunk: Choice, slots: Choice, pieces: Pieces) -> tuple[str, ...]:
     notes = [f"{c.key}={c.value:,}: {c.reason}" for c in (context, chunk, slots) if c.origin is not Origin.GIVEN]
     if frame.page_choice.origin is not Origin.GIVEN:
         notes.append(f"page of {frame.page_bytes:,} bytes: {frame.page_choice.reason}")
@@ -376,6 +425,17 @@ def _notes(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> tuple
     if frame.num_cells(context.value) != context.value:
         cells = frame.num_cells(context.value)
         notes.append(f"the context is rounded up to {cells:,} cells, whole blocks of {frame.block_cells}")
+    if pieces.lent_slots:
+        lent = f"{pieces.lent_slots:,} of {slots.value:,} slots ({pieces.lent_bytes / MIB:,.1f} MiB)"
+        notes.append(f"a chunk of {chunk.value:,} tokens borrows {lent} in {len(pieces.segment_slots)} segments")
+    elif frame.request.moving.lend:
+        notes.append("spare device memory pays for the prompt buffers: nothing is lent")
+    wanted = frame.first_cells(context.value)
+    if frame.request.moving.grow_init_cells is not None and pieces.mapped_cells > wanted:
+        notes.append(
+            f"{pieces.mapped_cells:,} K/V cells are mapped at the start instead of {wanted:,}: the slots above the"
+            f" floor of {frame.request.moving.floor_slots:,} cannot pay for more"
+        )
     if frame.request.spec_window > 1 and not frame.with_draft:
         notes.append("the model has no draft block: it decodes token by token")
     if frame.sizes.table_bytes:

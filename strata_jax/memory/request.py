@@ -51,6 +51,33 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class MovingMemory:
+    """What may change hands while the engine runs; by default nothing does.
+
+    Attributes:
+        lend: prompt buffers may borrow the last expert slots. own: auto lends only what spare device memory does not
+            pay; off lends as if there were none.
+        head_alias: the head's bytes serve prompts.
+        grow_init_cells: K/V cells mapped at the start, the rest being paid for by slots later; None: all are mapped.
+        floor_slots: slots that growth never takes.
+        conversation_bytes: RAM for parked conversations. checkpoints: stored states of each conversation.
+    """
+
+    lend: bool = False
+    own: str = "auto"
+    head_alias: bool = False
+    grow_init_cells: int | None = None
+    floor_slots: int = 0
+    conversation_bytes: int = 0
+    checkpoints: int = 0
+
+    @property
+    def on_device(self) -> bool:
+        """Whether device memory changes hands."""
+        return self.lend or self.head_alias or self.grow_init_cells is not None
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRequest:
     """Settings and budgets. A given value is a constraint, None lets the planner choose.
 
@@ -67,6 +94,7 @@ class PlanRequest:
         reserve_bytes: device memory to leave alone.
         host_budget_bytes: RAM that may be taken; None leaves it unchecked.
         shared_memory: device memory is a part of the RAM, as on a CPU.
+        moving: what may change hands while the engine runs.
         decided: choices of an earlier plan; a value that is still the same keeps its origin and reason.
     """
 
@@ -84,6 +112,7 @@ class PlanRequest:
     reserve_origin: Origin = Origin.GIVEN
     host_budget_bytes: int | None = None
     shared_memory: bool = False
+    moving: MovingMemory = MovingMemory()
     decided: tuple[Choice, ...] = ()
 
     @property
@@ -121,6 +150,7 @@ class PlanRequest:
         """Return plain data for a JSON file."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["reserve_origin"] = str(self.reserve_origin)
+        data["moving"] = asdict(self.moving)
         data["decided"] = [asdict(choice) | {"origin": str(choice.origin)} for choice in self.decided]
         return data
 
@@ -128,7 +158,9 @@ class PlanRequest:
     def from_json(cls, data: Mapping[str, Any]) -> PlanRequest:
         """Return the request that `to_json` gave `data` for."""
         decided = tuple(Choice(**(d | {"origin": Origin(d["origin"])})) for d in data["decided"])
-        return cls(**(dict(data) | {"reserve_origin": Origin(data["reserve_origin"]), "decided": decided}))
+        moving = MovingMemory(**data["moving"])
+        origin = Origin(data["reserve_origin"])
+        return cls(**(dict(data) | {"reserve_origin": origin, "decided": decided, "moving": moving}))
 
 
 def check_request(request: PlanRequest, sizes: ModelSizes) -> None:
@@ -190,6 +222,11 @@ def _contradictions(r: PlanRequest, sizes: ModelSizes) -> list[str]:
             f"cache.slots={r.expert_slots} and the model's {blocks} blocks x {g.num_experts} experts ="
             f" {blocks * g.num_experts}: there cannot be more slots than experts. Set"
             f" cache.slots={blocks * g.num_experts} or less"
+        )
+    if r.moving.head_alias and not sizes.head_bytes:
+        problems.append(
+            "policy.head_alias.enabled=true and this model: its head is the embedding, so that unloading it frees"
+            " nothing. Set policy.head_alias.enabled=false"
         )
     if not g.has_trunk:
         problems.append(

@@ -29,6 +29,8 @@ def give_coldest(ctx: PolicyContext, state: MemoryState, pages: int) -> Step:
     slots = state.slots
     present = slots.occupant[: slots.num_present]
     open_slots = np.flatnonzero(present != GIVEN)
+    if slots.borders:  # those in segments are lent whole
+        open_slots = open_slots[open_slots < slots.borders[0]]
     most = len(open_slots) - ctx.plan.request.grow.floor_slots
     keys = np.full(len(open_slots), -np.inf)
     held = present[open_slots] >= 0
@@ -74,6 +76,8 @@ def take_back(ctx: PolicyContext, slots: SlotTable, pages: int) -> tuple[int, Sl
 def loan_edge(ctx: PolicyContext, slots: SlotTable) -> SlotTable:
     """Return the table with the loan's first slot as the plan has it, or lower where the loan has lost slots."""
     prompt = ctx.plan.prompt
+    if slots.borders:
+        return slots
     if not prompt.lent_slots:
         return replace(slots, low=slots.num_present, top=slots.num_present)
     own = prompt.own_bytes if prompt.layout == "hybrid" else 0

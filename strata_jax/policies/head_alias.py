@@ -79,12 +79,12 @@ class HeadAlias(Policy):
         return need <= state.slots.lendable_bytes(state.slots.top)
 
     def _own_bytes(self, ctx: PolicyContext, state: MemoryState, fresh_tokens: int) -> int:
-        """Return what lendable slots cannot hold of the read's buffers; only the hybrid layout has such a part."""
+        """Return what lendable slots do not hold of the read's buffers; only the hybrid layout has such a part."""
         if ctx.plan.prompt.layout != "hybrid":
             return 0
         need = ctx.buffer_bytes(ctx.read_tokens(state, fresh_tokens))
-        missing = max(0, need - state.slots.lendable_bytes(state.slots.top))
-        return min(missing, ctx.plan.prompt.own_bytes)
+        lendable = 0 if ctx.parameters.own_first else state.slots.lendable_bytes(state.slots.top)
+        return min(max(0, need - lendable), ctx.plan.prompt.own_bytes)
 
     def _unload(self, ctx: PolicyContext, state: MemoryState, conversation: str, why: str) -> Step:
         if not state.head_loaded:
@@ -108,7 +108,8 @@ class HeadAlias(Policy):
             MoveKind.LOAD_HEAD, "head", head, cause=f"{self.name}: decode window follows", conversation=conversation
         )
         after = free - head
-        notes = ("0 MiB of device memory are free while decoding",) if after <= 0 else ()
+        full = after <= 0 and not ctx.parameters.own_first  # what this project's engine leaves free is not seen here
+        notes = ("0 MiB of device memory are free while decoding",) if full else ()
         return Step(replace(state, head_loaded=True, free_bytes=after), (move,), notes)
 
 
@@ -140,7 +141,11 @@ def break_even_tokens(ctx: PolicyContext, cycle_ms: float) -> int:
     """
     if cycle_ms <= 0:
         return 0
-    for tokens in range(CHUNK_GRID_TOKENS, ctx.plan.prompt.chunk_tokens + CHUNK_GRID_TOKENS, CHUNK_GRID_TOKENS):
+    step = CHUNK_GRID_TOKENS
+    grid = ctx.parameters.read_grid or range(step, ctx.plan.prompt.chunk_tokens + step, step)
+    below = 0
+    for tokens in grid:
         if ctx.buffer_bytes(tokens) > ctx.plan.prompt.lent_bytes:
-            return tokens - CHUNK_GRID_TOKENS + 1
+            return below + 1
+        below = tokens
     return ctx.plan.request.context_cells + 1

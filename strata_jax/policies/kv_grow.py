@@ -81,7 +81,8 @@ def growth_refusal(ctx: PolicyContext, state: MemoryState) -> str | None:
     if state.kv_mapped_cells >= ctx.plan.request.context_cells:
         return None
     if ctx.grows_anywhere:
-        return f"{slots.num_present:,} slots, the floor is {floor:,}" if slots.num_present <= floor else None
+        able = slots.borders[0] if slots.borders else slots.num_present
+        return f"{able:,} slots, the floor is {floor:,}" if able <= floor else None
     return f"{slots.top:,} slots under the loan, the floor is {floor:,}" if slots.top <= floor else None
 
 
@@ -171,8 +172,9 @@ def _map_cells(
         state, kv_mapped_cells=target, kv_grown_chunks=state.kv_grown_chunks + from_spare + new,
         spare_chunks=state.spare_chunks - from_spare, free_bytes=state.free_bytes - new * g,
     )  # fmt: skip
-    size = ctx.kv_chunks(target) * g / GIB
-    note = f"K/V grown to {target:,} cells ({size:.2f} GiB); the expert cache gave {given:,} slots"
+    size = ctx.kv_chunks(target) * g
+    text = f"{size / GIB:.2f} GiB" if size >= GIB // 16 else f"{size / MIB:.2f} MiB"
+    note = f"K/V grown to {target:,} cells ({text}); the expert cache gave {given:,} slots"
     return Step(after, (move,), (note,))
 
 

@@ -61,6 +61,8 @@ class PolicyParameters:
         grow_anywhere: the K/V takes the coldest slots wherever they lie (its pages are table entries); False: just
             under the loan, in whole chunks, as the original; None: `policy_stack` decides.
         page_bytes: unit in which slots pay anywhere.
+        read_grid: token counts that prompt buffers are laid out for, ascending; empty: multiples of 256.
+        own_first: with the head unloaded, its bytes serve the prompt before slots do; False: slots first, as published.
         keep_restorable: trimming leaves what the longest parked conversation needs; False: as published.
         request_margin_cells, round_margin_cells: cells beyond a prompt and beyond a decode window.
     """
@@ -69,6 +71,8 @@ class PolicyParameters:
     alias_spill: bool | None = None
     grow_anywhere: bool | None = None
     page_bytes: int = PAGE_BYTES
+    read_grid: tuple[int, ...] = ()
+    own_first: bool = False
     keep_restorable: bool = False
     request_margin_cells: int = 256
     round_margin_cells: int = 64
@@ -135,6 +139,9 @@ class PolicyContext:
 
         want = min(chunk, round_up_256(fresh tokens)) (planning notes 2.7).
         """
+        grid = self.parameters.read_grid
+        if grid:
+            return next((tokens for tokens in grid if tokens >= fresh_tokens), grid[-1])
         rounded = -(-fresh_tokens // CHUNK_GRID_TOKENS) * CHUNK_GRID_TOKENS
         return min(state.chunk_tokens or self.plan.prompt.chunk_tokens, max(CHUNK_GRID_TOKENS, rounded))
 

@@ -38,6 +38,8 @@ class SlotTable:
         low, top: slots [low, top) belong to the K/V at present where it takes them just under the loan (otherwise
             low == top); slots from `top` on may be lent.
         end: slots from here on are given back to the driver; None: all slots are there.
+        borders: first slots of the segments in which alone slots can be lent, ascending; slots in them never pay for
+            cells. Empty: any slot can be lent.
         unmapped_from, unmapped_chunks: first chunk of the range that the K/V has taken, and how many. Where slots pay
             anywhere the chunks are counted only.
     """
@@ -49,6 +51,7 @@ class SlotTable:
     end: int | None = None
     unmapped_from: int = 0
     unmapped_chunks: int = 0
+    borders: tuple[int, ...] = ()
 
     @property
     def num_slots(self) -> int:
@@ -82,9 +85,12 @@ class SlotTable:
     def loan_first(self, need_bytes: int) -> int | None:
         """Return the largest first slot whose loan has `need_bytes`, None if all slots together have less.
 
-        The smallest number k of slots, counted from the end, with enough bytes (planning notes 2.6).
+        The smallest number k of slots, counted from the end, with enough bytes (planning notes 2.6); where slots lie in
+        segments, the fewest segments.
         """
         last = self.num_present
+        if self.borders:
+            return max((b for b in self.borders if self.lendable_bytes(b) >= need_bytes), default=None)
         if not np.any(self.occupant[:last] == GIVEN):
             start = int(self.offset_bytes[last]) - need_bytes
             return None if start < 0 else int(np.searchsorted(self.offset_bytes, start, side="right")) - 1
@@ -176,17 +182,26 @@ class MemoryState:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of a hook: the state after the moves, the moves in order, and lines for the log."""
+    """The result of a hook: the state after the moves, the moves in order, and lines for the log.
+
+    parts: the steps that it was put together from, in order, each with the state after it; empty: it is one.
+    """
 
     state: MemoryState
     moves: tuple[Move, ...] = ()
     notes: tuple[str, ...] = ()
+    parts: tuple[Step, ...] = ()
 
     def then(self, following: Step) -> Step:
         """Return both steps as one."""
-        if not following.moves and not following.notes:
-            return self if following.state is self.state else Step(following.state, self.moves, self.notes)
-        return Step(following.state, self.moves + following.moves, self.notes + following.notes)
+        if following.state is self.state and not following.moves and not following.notes:
+            return self
+        parts = (*self.each(), *following.each())
+        return Step(following.state, self.moves + following.moves, self.notes + following.notes, parts)
+
+    def each(self) -> tuple[Step, ...]:
+        """Return the steps of which this one consists; their last state is its own."""
+        return self.parts or (self,)
 
 
 @dataclass(frozen=True, slots=True)

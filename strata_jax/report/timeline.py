@@ -1,7 +1,7 @@
 """memory.svg: who owned the device memory over time, with the requests above it. Read from what a run has written.
 
-Simulated runs write a `memory` event at every change. Runs on the device have no such events: their memory is the
-plan's, phase by phase, at the times of the requests. matplotlib is imported when something is drawn.
+Simulated runs, and runs under policies, write a `memory` event at every change. Other runs have no such events: their
+memory is the plan's, phase by phase, at the times of the requests. matplotlib is imported when something is drawn.
 """
 
 from __future__ import annotations
@@ -47,12 +47,9 @@ def draw_memory(directory: Path, name: str = PICTURE) -> Path | None:
     name: of the picture; its ending chooses the format.
     """
     spans = read_spans(_lines(directory / "metrics.jsonl"))
-    moments = [
-        Moment(float(line["time_s"]), line["owners"])
-        for line in _lines(directory / "events.jsonl")
-        if line["kind"] == "memory"
-    ]
-    simulated = bool(moments)
+    lines = [line for line in _lines(directory / "events.jsonl") if line["kind"] == "memory"]
+    moments = [Moment(float(line["time_s"]), line["owners"]) for line in lines]
+    simulated = bool(lines) and lines[0].get("executor") != "device"
     plan = _read(directory / "plan.json")
     if not moments:
         moments = phase_moments(plan, spans)
@@ -118,10 +115,11 @@ def _draw(
     figure = Figure(figsize=(11, 5.2), layout="constrained")
     requests, memory = figure.subplots(2, 1, sharex=True, height_ratios=(1, 11))
     end_s = max([moments[-1].time_s, *(span.end_s for span in spans)]) or 1.0
+    start_s = 0.0 if simulated else moments[0].time_s  # a model that is loaded owns nothing yet
     _draw_memory(memory, moments, end_s, reserve_bytes)
-    memory.set_xlim(0, end_s)
+    memory.set_xlim(start_s, end_s)
     memory.set_xlabel("simulated time, s" if simulated else "time, s")
-    _draw_requests(requests, spans, end_s)
+    _draw_requests(requests, spans, start_s, end_s)
     requests.set_title(title, loc="left", fontsize=11)
     save(figure, path)
 
@@ -156,7 +154,7 @@ def _draw_memory(axis: Any, moments: Sequence[Moment], end_s: float, reserve_byt
     )  # fmt: skip
 
 
-def _draw_requests(axis: Any, spans: Sequence[Span], end_s: float) -> None:
+def _draw_requests(axis: Any, spans: Sequence[Span], start_s: float, end_s: float) -> None:
     """A bar for each request, dark while the prompt is read, light while it decodes; its name where there is room."""
     axis.set_ylim(0, 1)
     axis.set_yticks([])
@@ -168,8 +166,9 @@ def _draw_requests(axis: Any, spans: Sequence[Span], end_s: float) -> None:
             axis.barh(0.5, stop_s - begin_s, left=begin_s, height=0.8, color=colour, lw=0)
         axis.plot([span.end_s, span.end_s], [0.05, 0.95], color="white", lw=1.2)
         begin_s, stop_s, _, ink = max(parts, key=lambda part: part[1] - part[0])
-        room = (stop_s - begin_s) / end_s / LABEL_SHARE_PER_LETTER
-        name = next((text for text in (span.name, span.name.rpartition(".")[2]) if len(text) <= room), "")
+        room = (stop_s - begin_s) / (end_s - start_s) / LABEL_SHARE_PER_LETTER
+        names = (span.name, span.name.partition(".")[0], span.name.rpartition(".")[2])
+        name = next((text for text in names if len(text) <= room), "")
         axis.text((begin_s + stop_s) / 2, 0.47, name, ha="center", va="center", fontsize=8, color=ink)
     axis.text(
         1.01, 0.5, "dark: prompt, light: decode", transform=axis.transAxes, va="center", fontsize=8, color="#555555"

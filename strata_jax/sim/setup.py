@@ -196,7 +196,7 @@ def strata_request(config: RunConfig, geometry: Geometry, sizes: PackSizes, card
             enabled=kv.grow.enabled is True,
             init_cells=int(kv.grow.init_cells),
             step_cells=int(kv.grow.step_cells),
-            floor_slots=kv.grow.floor_slots,
+            floor_slots=int(kv.grow.floor_slots),
             hysteresis_steps=kv.grow.hysteresis_steps,
             anywhere=not upstream if kv.grow.anywhere == AUTO else bool(kv.grow.anywhere),
         ),

@@ -9,6 +9,7 @@ from strata_jax.config.schema import WorkloadConfig
 from strata_jax.errors import ConfigError
 from strata_jax.sim.requests import (
     CHAT_OUTPUT_TOKENS,
+    FOLLOW_UP_TOKENS,
     SimRequest,
     agent_loop,
     forced,
@@ -35,14 +36,15 @@ def sim_requests(config: WorkloadConfig, data_file: Path = DATA_FILE) -> list[Si
         return [single(prompt_tokens, given or DEFAULT_OUTPUT_TOKENS)]
     entry = load_workload(config.name, data_file)
     output = given or int(entry.get("max_output_tokens", CHAT_OUTPUT_TOKENS))
+    if "agents" in entry:
+        fresh = int(entry.get("fresh_tokens", FOLLOW_UP_TOKENS))
+        return taking_turns(entry["order"], entry["agents"], fresh, output)
     if "record" in entry:
         return _documents(entry, config.records or int(entry["records"]), output)
     if "forced_tokens" in entry:
         return [forced(int(entry["prompt_tokens"]), given or int(entry["forced_tokens"]))]
     if "fresh_token_buckets" in entry:
         return _agent_loop(entry, config.seed, given)
-    if "agents" in entry:
-        return taking_turns(entry["order"], entry["agents"], output_tokens=output)
     return from_order(entry["order"], output)
 
 

@@ -12,6 +12,7 @@ import pytest
 from strata_jax.engine import conversations, snapshots
 from strata_jax.engine.conversations import ConversationSettings, ConversationStore, Start
 from strata_jax.engine.engine import Engine
+from strata_jax.engine.gdn import GdnState
 from strata_jax.engine.moves import MoveDone
 from strata_jax.engine.prompt_segments import CheckpointRule
 from strata_jax.engine.session import Session
@@ -401,6 +402,18 @@ def test_a_sequence_that_others_took_over_or_a_failed_step_left_is_not_live(engi
     store.live.session.state.hidden.delete()
     assert store.live is None
     assert ask(store, A1, "A")[0].source == "none"
+
+
+def test_there_is_never_room_for_two_states(engine: Engine) -> None:
+    store = new_store(engine)
+    before = ask(store, [*A1, *A2], "A")[0].session
+    states = [before.state]
+    store.start([*A1[:40], *B1], "A")
+    assert all(x.is_deleted() for x in jax.tree.leaves([b for b in states[0].blocks if isinstance(b, GdnState)]))
+    states.append(before.state)
+    store.start(B1, "B")  # a new session
+    store.start([*A1[:40], *C1], "A")  # a restored one
+    assert all(x.is_deleted() for x in jax.tree.leaves(states[1]))
 
 
 def test_what_cannot_be_read_is_refused_before_anything_is_parked(engine: Engine) -> None:

@@ -46,13 +46,13 @@ def load(
     slots: int,
     segment_slots: tuple[int, ...] = (),
     mapped: int | None = None,
-    lent_segments: dict[int, int] | None = None,
+    loans: set[tuple[int, int]] | None = None,
 ) -> Engine:
     file = open_gguf(path)
     geometry = Geometry.from_gguf(file)
     made = plan(geometry, PlanRequest(spec_window=4, expert_slots=slots, **SETTINGS))
     made = replace(made, segment_slots=segment_slots, kv_mapped_cells=mapped)
-    return Engine.load(file, geometry, made, lent_segments=lent_segments)
+    return Engine.load(file, geometry, made, loans=loans)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def loaded(models: ModelStore) -> Engine:
 
     The programs are compiled for prompts that borrow both segments.
     """
-    lent = {8: 2, 16: 2}
+    lent = {(8, 2), (16, 2)}
     return load(model(models), CORE_SLOTS + sum(SEGMENT_SLOTS), SEGMENT_SLOTS, START_CELLS, lent)
 
 

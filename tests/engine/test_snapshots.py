@@ -116,6 +116,23 @@ def test_going_back_to_a_checkpoint_equals_a_fresh_read_of_the_same_chunks(engin
     assert state_hash(session) == at_checkpoint
 
 
+def test_decoding_can_follow_at_once_and_drafts_as_it_would_have(engine: Engine) -> None:
+    def decoded(session: Session) -> tuple[list[tuple[int, ...]], dict[str, str]]:
+        rounds = [r.emitted for r in session.decode(session.last_logits(), max_tokens=24)]
+        return rounds, state_hash(session)
+
+    session = Session(engine)
+    session.prefill(PROMPT)
+    image, checkpoint = capture(session), take_checkpoint(session)
+    expected = decoded(session)
+    roll_back(session, checkpoint)
+    assert decoded(session) == expected
+    session = Session(engine)
+    session.prefill(OTHER)
+    restore(session, image)
+    assert decoded(session) == expected
+
+
 def test_a_checkpoint_inside_an_image_can_be_restored(engine: Engine) -> None:
     session = Session(engine)
     read_parts(session, PROMPT, 45)
