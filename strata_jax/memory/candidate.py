@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from strata_jax.errors import ConfigError
 from strata_jax.kv_types import cell_bytes
@@ -89,21 +90,10 @@ class Frame:
 
     def context_entries(self, context_cells: int) -> tuple[Entry, ...]:
         """Return what grows with the context alone: K/V pages and index keys."""
-        g, cells = self.sizes.geometry, self.num_cells(context_cells)
-        pages = self.kv_pages_per_layer(context_cells)
-        layers = self.sizes.attention_layers(self.with_draft)
-        trunk = len(self.sizes.trunk_attention)
-        rule = (
-            f"x {pages:,} pages x {self.page_bytes:,} B; {self.cells_per_page:,} cells of {self.cell_bytes:,} B a page"
+        cells = self.num_cells(context_cells)
+        return _context_entries(
+            self.sizes, self.with_draft, cells, self.page_bytes, self.cells_per_page, self.cell_bytes
         )
-        entries = [always(Owner.KV, "trunk", trunk * pages * self.page_bytes, f"{trunk} attention layers {rule}")]
-        if len(layers) > trunk:
-            entries.append(always(Owner.KV, "draft block", pages * self.page_bytes, f"1 attention layer {rule}"))
-        for ratio, count in self.sizes.sparse_ratios(self.with_draft):
-            keys = count * index_key_bytes(g, ratio, cells)
-            rule = f"{count} sparse layers x ({cells:,} cells / {ratio} + 1) x {g.index_dim} x 4 B"
-            entries.append(always(Owner.INDEX_KEYS, f"blocks of {ratio}", keys, rule))
-        return tuple(entries)
 
     def slot_bytes(self, context_cells: int, num_slots: int) -> int:
         """Return the bytes of `slot_entries`."""
@@ -163,6 +153,24 @@ class Frame:
         if room is None:
             return self.max_slots
         return layout.largest_where(lambda n: self.slot_bytes(context_cells, n) <= room, 0, self.max_slots)
+
+
+@lru_cache(maxsize=4096)
+def _context_entries(
+    sizes: ModelSizes, with_draft: bool, cells: int, page_bytes: int, cells_per_page: int, cell_bytes: int
+) -> tuple[Entry, ...]:
+    """Return K/V pages and index keys of `cells` cells. Cached: searches ask for the same contexts again and again."""
+    g, layers, trunk = sizes.geometry, sizes.attention_layers(with_draft), len(sizes.trunk_attention)
+    pages = layout.kv_pages_per_layer(cells, cells_per_page)
+    rule = f"x {pages:,} pages x {page_bytes:,} B; {cells_per_page:,} cells of {cell_bytes:,} B a page"
+    entries = [always(Owner.KV, "trunk", trunk * pages * page_bytes, f"{trunk} attention layers {rule}")]
+    if len(layers) > trunk:
+        entries.append(always(Owner.KV, "draft block", pages * page_bytes, f"1 attention layer {rule}"))
+    for ratio, count in sizes.sparse_ratios(with_draft):
+        keys = count * index_key_bytes(g, ratio, cells)
+        rule = f"{count} sparse layers x ({cells:,} cells / {ratio} + 1) x {g.index_dim} x 4 B"
+        entries.append(always(Owner.INDEX_KEYS, f"blocks of {ratio}", keys, rule))
+    return tuple(entries)
 
 
 def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:

@@ -222,9 +222,10 @@ class Shortfall:
 def worst_shortfall(entries: Iterable[Entry], limits: Sequence[Limit]) -> Shortfall | None:
     """Return the largest excess over any limit, or None if the entries fit all of them."""
     entries = tuple(entries)
+    by_memory = {memory: phase_totals(entries, (memory,)) for memory in {m for limit in limits for m in limit.memories}}
     found: list[Shortfall] = []
     for limit in limits:
-        totals = phase_totals(entries, limit.memories)
+        totals = [sum(phase) for phase in zip(*(by_memory[memory] for memory in limit.memories))]
         worst = max(totals)
         if worst > limit.budget_bytes:
             found.append(Shortfall(limit, PHASES[totals.index(worst)], worst))

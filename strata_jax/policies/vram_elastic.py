@@ -99,7 +99,10 @@ def relend(ctx: PolicyContext, state: MemoryState) -> MemoryState:
     pinned = LEND_PCT_PINNED if ctx.plan.card.pinned_share >= PIN_THRESHOLD else LEND_PCT_UNPINNED
     pct = ctx.plan.request.lend_pct or pinned
     least = min(max(KEPT_SLOTS, present - present * pct // 100), prompt.first_lent, present)
-    fitted = refit_chunk(ctx, state, least) or state
+    fitted = refit_chunk(ctx, state, least)
+    if fitted is None:  # a loan larger than the share: what `can_give` kept for it
+        least = min(KEPT_SLOTS, prompt.first_lent, present)
+        fitted = refit_chunk(ctx, state, least) or state
     own = prompt.own_bytes if prompt.layout == "hybrid" else 0
     first = slots.loan_first(max(0, ctx.buffer_bytes(fitted.chunk_tokens) - own))
     top = least if first is None else max(least, min(first, present))

@@ -132,13 +132,17 @@ class Search:
         return next((c for c in self.candidates if dict(c.settings) == dict(settings)), None)
 
     def error(self) -> StrataError:
-        """Return why nothing can be chosen: the plain candidate's reason and how many others failed."""
-        reason = self.plain.error
-        count = len(self.candidates)
-        text = f"policy=auto: none of {count} candidates can run this workload; {self.plain.label}: {reason}"
-        if isinstance(reason, DoesNotFit):
-            return DoesNotFit(text, shortfall_bytes=reason.shortfall_bytes)
-        return ConfigError(text)
+        """Return why nothing can be chosen: the candidate that is short of least, and the plain one's reason."""
+        text = f"policy=auto: none of {len(self.candidates)} candidates can run this workload."
+        short = [c for c in self.candidates if isinstance(c.error, DoesNotFit)]
+        nearest = min(short, key=lambda c: _shortfall_bytes(c.error), default=None)
+        if nearest is None:
+            return ConfigError(f"{text} {self.plain.label}: {self.plain.error}")
+        if nearest is not self.plain:
+            text = f"{text} The nearest, {nearest.label}: {nearest.error}."
+        return DoesNotFit(
+            f"{text} {self.plain.label}: {self.plain.error}", shortfall_bytes=_shortfall_bytes(nearest.error)
+        )
 
 
 def search_policies(config: RunConfig) -> Search:
@@ -165,6 +169,10 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
 def total_ms(candidate: Candidate) -> float:
     """Return a candidate's time for the workload; infinite if it cannot run."""
     return candidate.facts.total_ms if candidate.facts is not None else float("inf")
+
+
+def _shortfall_bytes(error: StrataError | None) -> int:
+    return error.shortfall_bytes if isinstance(error, DoesNotFit) else 0
 
 
 def keeps_reserve(candidate: Candidate) -> bool:

@@ -172,15 +172,15 @@ class TestGrowth:
             ({"token_graph": False}, "token graph"),
             ({"kv_resident_cells": 32_768}, "kv.resident_cells=32768"),
             ({"profile": False}, "profile"),
-            ({"tier": ExpertTier.MMAP}, "files"),
-            ({"vram_elastic_mib": 512}, "elastic"),
+            ({"tier": ExpertTier.MMAP, "grow": replace(GROW, anywhere=False)}, "files"),
+            ({"vram_elastic_mib": 512, "grow": replace(GROW, anywhere=False)}, "elastic"),
         ],
         ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
     )
     def test_without_what_it_needs_the_whole_window_is_mapped_and_the_plan_says_so(
         self, change: dict[str, object], reason: str
     ) -> None:
-        request = replace(StrataRequest(grow=GROW), **change)  # type: ignore[arg-type]
+        request = StrataRequest(**({"grow": GROW} | change))  # type: ignore[arg-type]
         plan = planned(IQ2_XS, BIG, request)
         without = planned(IQ2_XS, BIG, replace(request, grow=GrowSettings()))
         assert plan.kv_mapped_cells == 262_144, "a prompt of 32,036 tokens writes inside the mapped cells"
@@ -188,6 +188,11 @@ class TestGrowth:
         assert plan.grow_refusal is not None
         assert reason in plan.grow_refusal
         assert plan.notes[0].startswith("K/V growth is off (")
+
+    @pytest.mark.parametrize("change", [{"tier": ExpertTier.MMAP}, {"vram_elastic_mib": 512}], ids=str)
+    def test_slots_that_pay_anywhere_grow_where_the_original_does_not(self, change: dict[str, Any]) -> None:
+        plan = planned(IQ2_XS, BIG, StrataRequest(grow=GROW, **change))
+        assert (plan.grow_refusal, plan.kv_mapped_cells) == (None, 16_384)
 
     def test_too_few_slots_to_take_from_map_the_whole_window(self) -> None:
         request = StrataRequest(context_cells=131_072, kv_type="q4_0", grow=GROW, expert_cache=100)
@@ -279,6 +284,15 @@ class TestOwnBuffers:
         assert "prefill.own=on" in found.given
         assert "prefill.own=auto" in found.alternatives
 
+    @pytest.mark.parametrize("chunk", [1_000, 3_000, 24_576])
+    def test_a_given_chunk_is_kept(self, chunk: int) -> None:
+        plan = planned(IQ2_XS, BIG, StrataRequest(own="on", chunk_tokens=chunk))
+        assert (plan.prompt.layout, plan.prompt.chunk_tokens) == (Layout.OWN, chunk)
+
+    def test_auto_below_the_smallest_of_the_list_takes_the_limit(self) -> None:
+        plan = planned(IQ2_XS, BIG, StrataRequest(borrow=False, chunk_auto_max=256))
+        assert (plan.prompt.layout, plan.prompt.chunk_tokens) == (Layout.OWN, 256)
+
     def test_later_releases_price_them_exactly(self) -> None:
         request = StrataRequest(borrow=False, chunk_tokens=24_576)
         old, new = (planned(IQ2_XS, BIG, replace(request, version=v)) for v in (Version.V0_1_41, Version.V0_1_43))
@@ -340,16 +354,53 @@ class TestDoesNotFit:
         assert found.shortfall_bytes > 0
         for field, value, step in (
             ("context_cells", found.largest_context, 256),
-            ("chunk_tokens", found.largest_chunk, 256),
-            ("expert_cache", found.largest_slots, 1),
+            ("chunk_tokens", found.largest_chunk, 256 if (found.largest_chunk or 0) >= 256 else 1),
+            ("expert_cache", found.largest_slots, IQ3_XXS.num_layers if request.cache_per_layer else 1),
         ):
             if value is None:
                 continue
-            named: dict[str, Any] = {field: value}
-            assert isinstance(try_plan_strata(IQ3_XXS, card, replace(request, **named)), StrataPlan)
-            larger: dict[str, Any] = {field: value + step}
-            if value + step < getattr(request, field):
-                assert not isinstance(try_plan_strata(IQ3_XXS, card, replace(request, **larger)), StrataPlan)
+            assert kept(card, request, field, value)
+            given = getattr(request, field)
+            if given and value + step < given:
+                assert not kept(card, request, field, value + step)
+
+    @settings(max_examples=25, deadline=None)
+    @given(vram=st.integers(4 * GIB, 14 * GIB), request=REQUESTS)
+    def test_nothing_fits_is_said_only_where_nothing_does(self, vram: int, request: StrataRequest) -> None:
+        card = replace(BIG, vram_bytes=vram)
+        try:
+            found = try_plan_strata(IQ3_XXS, card, request)
+        except ConfigError:
+            assume(False)
+            return
+        assume(not isinstance(found, StrataPlan) and not found.enough_alone())
+        for field, values in (
+            ("context_cells", (256, 1_024)), ("chunk_tokens", (1, 100, 256, 512)), ("expert_cache", (1, 48, 144)),
+            ("reserve_mib", (0, 300)),
+        ):  # fmt: skip
+            for value in values:
+                if value < (getattr(request, field) or 10**9):
+                    assert not kept(card, request, field, value), (field, value)
+
+    @pytest.mark.parametrize(
+        "request_", [StrataRequest(), StrataRequest(head_alias=True), StrataRequest(borrow=False)], ids=str
+    )
+    def test_the_shortfall_is_what_more_memory_must_add(self, request_: StrataRequest) -> None:
+        card = replace(BIG, vram_bytes=6 * GIB)
+        found = unfit(IQ2_XS, card, request_)
+        enough = replace(card, vram_bytes=card.vram_bytes + found.shortfall_bytes)
+        assert planned(IQ2_XS, enough, request_)
+        assert unfit(IQ2_XS, replace(enough, vram_bytes=enough.vram_bytes - 2 * MIB), request_)
+
+
+def kept(card: Card, request: StrataRequest, field: str, value: int) -> bool:
+    """Whether a plan fits with a setting as it is given."""
+    changed: dict[str, Any] = {field: value}
+    try:
+        plan = try_plan_strata(IQ3_XXS, card, replace(request, **changed))
+    except ConfigError:
+        return False
+    return isinstance(plan, StrataPlan) and (field != "chunk_tokens" or plan.prompt.chunk_tokens == value)
 
 
 def planned_bind(request: StrataRequest) -> int:
@@ -384,10 +435,21 @@ class TestWarnings:
         assert any("less than 1,024 MiB" in w for w in planned(IQ2_XS, BIG, StrataRequest(reserve_mib=1_000)).warnings)
         assert planned(IQ2_XS, BIG, StrataRequest(reserve_mib=1_500)).warnings == ()
 
+    def test_checkpoints_that_find_no_room_in_ram(self) -> None:
+        roomy = planned(IQ2_XS, BIG, StrataRequest())
+        needed = roomy.ledger.peak(Memory.HOST)[1]
+        tight = planned(IQ2_XS, replace(BIG, ram_bytes=needed - 5 * MIB), StrataRequest(reserve_mib=1_500))
+        assert any("checkpoints find no room in RAM: 5 MiB more" in w for w in tight.warnings)
+        enough = planned(IQ2_XS, replace(BIG, ram_bytes=needed), StrataRequest(reserve_mib=1_500))
+        assert enough.warnings == ()
+
     def test_memory_taken_late_that_the_reserve_does_not_cover(self) -> None:
         plan = planned(IQ3_XXS, LAPTOP, replace(SMALL, reserve_mib=200))
         assert plan.free_after_start_bytes == 0
         assert any("0 MiB of device memory are free while decoding" in w for w in plan.warnings)
+        assert any("must be paged by the driver" in w for w in plan.warnings)
+        linux = planned(IQ3_XXS, replace(LAPTOP, os="linux"), replace(SMALL, reserve_mib=200))
+        assert any("linux pages none: it will fail" in w for w in linux.warnings)
 
 
 def test_the_table_shows_every_owner_what_is_left_and_the_warnings() -> None:

@@ -32,7 +32,7 @@ def test_a_simulated_run_leaves_the_files_of_a_real_one(tmp_path: Path, compose_
     assert (summary["status"], summary["num_requests"], summary["device"]) == ("ok", 6, "simulated rtx5090")
     assert summary["extra"]["executor"] == plan["executor"] == "sim"
     assert summary["extra"]["calibrated"] is plan["calibrated"] is True
-    assert 1000 < summary["prompt_tok_s"] < 20_000
+    assert 300 < summary["prompt_tok_s"] < 20_000
     metrics, events = lines(tmp_path / "metrics.jsonl"), lines(tmp_path / "events.jsonl")
     assert {line["kind"] for line in metrics} == {"request", "chunk", "round"}
     assert {"load", "memory", "lend", "return", "refill", "map_cells", "trim_cells", "park", "restore"} <= {

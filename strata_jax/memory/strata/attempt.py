@@ -123,10 +123,17 @@ class Attempt:
             )
         for phase, doing in ((Phase.PREFILL, "a prompt is read"), (Phase.DECODE, "decoding")):
             if free[phase] <= 0:
+                paged = self.card.os == "windows"
                 said.append(
                     f"0 MiB of device memory are free while {doing}: {-free[phase] / MIB:,.0f} MiB more than there are"
-                    " must be paged by the driver"
+                    + (" must be paged by the driver" if paged else f", and {self.card.os} pages none: it will fail")
                 )
+        ram, (_, in_ram) = available_bytes(self.card), ledger.peak(Memory.HOST)
+        if ram is not None and in_ram > ram:
+            said.append(
+                f"checkpoints find no room in RAM: {(in_ram - ram) / MIB:,.0f} MiB more are planned than the"
+                f" {ram / MIB:,.0f} MiB there are; set conversation.prompt_cache.checkpoints smaller"
+            )
         later = [e for e in ledger.entries if e.owner in _AFTER_DECISION and e.peak_bytes]
         if path.layout is Layout.HYBRID:
             later = [e for e in later if e.owner is not Owner.DRAFT_BIND]  # it was bound before
@@ -135,8 +142,8 @@ class Attempt:
             names = ", ".join(f"{e.owner} {e.peak_bytes / MIB:,.0f} MiB" for e in later)
             said.append(
                 f"{(path.own_bytes - inside) / MIB:,.0f} MiB of prompt buffers were decided on when the cache had been"
-                f" filled; allocated afterwards: {names}. {max(0, free[Phase.PREFILL]) / MIB:,.0f} MiB stay free of the reserve"
-                f" of {cache.reserve_mib:,} MiB while a prompt is read"
+                f" filled; allocated afterwards: {names}. {max(0, free[Phase.PREFILL]) / MIB:,.0f} MiB stay free of the"
+                f" reserve of {cache.reserve_mib:,} MiB while a prompt is read"
             )
         return said
 

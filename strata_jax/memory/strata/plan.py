@@ -47,15 +47,17 @@ def try_plan_strata(sizes: PackSizes, card: Card, request: StrataRequest) -> Str
 def growth_refusal(request: StrataRequest) -> str | None:
     """Return why K/V that was asked to grow cannot, as far as the settings tell; None if it can or need not.
 
-    The conditions of planning notes 6.3. What is short of them once slots are counted, `plan_strata` finds.
+    The conditions of planning notes 6.3; slots that pay anywhere (`grow.anywhere`) need neither experts in RAM nor the
+    cache for themselves. What is short of them once slots are counted, `plan_strata` finds.
     """
     if not request.grow.enabled:
         return None
+    under_loan = not request.grow.anywhere
     reasons = {
         f"kv.resident_cells={request.kv_resident_cells}: the K/V lies in RAM": request.kv_resident_cells > 0,
         "there is no expert profile": not request.profile,
-        f"experts without a slot stay in files ({request.tier})": request.tier is not request.tier.ARENA,
-        "the cache is elastic already (upstream.vram_elastic)": request.vram_elastic_mib > 0,
+        f"experts without a slot stay in files ({request.tier})": under_loan and request.tier is not request.tier.ARENA,
+        "the cache is elastic already (upstream.vram_elastic)": under_loan and request.vram_elastic_mib > 0,
         "the token graph is off, so there is no residency table on the device": not request.token_graph,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
