@@ -6,7 +6,7 @@ and its error messages ask it the same questions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +22,7 @@ from strata_jax.memory.ledger import (
     Shortfall,
     always,
     phase_totals,
+    worst_excess,
     worst_shortfall,
 )
 from strata_jax.memory.request import Choice, Origin, PlanRequest
@@ -43,7 +44,8 @@ class Frame:
 
     Attributes:
         pages: pages of a slot of each loaded block.
-        fixed: entries that depend on none of the three.
+        most_pages: pages of the largest of them.
+        fixed: entries that depend on none of the three. fixed_bytes: their bytes of each phase.
     """
 
     sizes: ModelSizes
@@ -53,8 +55,10 @@ class Frame:
     cell_bytes: int
     cells_per_page: int
     pages: tuple[int, ...]
+    most_pages: int
     limits: tuple[Limit, ...]
     fixed: tuple[Entry, ...]
+    fixed_bytes: Mapping[Memory, tuple[int, int, int, int]]
 
     @property
     def page_bytes(self) -> int:
@@ -86,7 +90,7 @@ class Frame:
     def spare_pages(self, context_cells: int, num_slots: int) -> int:
         """Pages that only make the arena as long as one expert, since its program reads that many at a time."""
         used = layout.slot_pages(num_slots, self.pages) + self.kv_pages(context_cells)
-        return max(0, max(self.pages) - used)
+        return max(0, self.most_pages - used)
 
     def context_entries(self, context_cells: int) -> tuple[Entry, ...]:
         """Return what grows with the context alone: K/V pages and index keys."""
@@ -116,11 +120,13 @@ class Frame:
 
     def buffer_entries(self, context_cells: int, chunk_tokens: int) -> tuple[Entry, ...]:
         """Return the temporaries of prompt and decode programs."""
-        cells = Cells(self.num_cells(context_cells), self.cells_per_page, self.cell_bytes)
-        prompt = prompt_buffers(
-            self.sizes, chunk_tokens, cells, with_draft=self.with_draft, all_logits=self.request.all_logits
-        )
-        return prompt + decode_buffers(self.sizes, self.window_tokens, cells, with_draft=self.with_draft)
+        return _buffer_entries(
+            self.sizes, self.with_draft, self._cells(context_cells), chunk_tokens, self.window_tokens,
+            self.request.all_logits,
+        )  # fmt: skip
+
+    def _cells(self, context_cells: int) -> Cells:
+        return Cells(self.num_cells(context_cells), self.cells_per_page, self.cell_bytes)
 
     def entries(self, context_cells: int, chunk_tokens: int, num_slots: int) -> tuple[Entry, ...]:
         """Return the ledger's entries for a candidate."""
@@ -133,7 +139,20 @@ class Frame:
 
     def shortfall(self, context_cells: int, chunk_tokens: int, num_slots: int) -> Shortfall | None:
         """Return by how much a candidate exceeds a budget, or None if it fits."""
-        return worst_shortfall(self.entries(context_cells, chunk_tokens, num_slots), self.limits)
+        return worst_excess(self.phase_bytes(context_cells, chunk_tokens, num_slots), self.limits)
+
+    def phase_bytes(
+        self, context_cells: int, chunk_tokens: int, num_slots: int
+    ) -> dict[Memory, tuple[int, int, int, int]]:
+        """Return what `entries` add up to in each phase, without making them and their texts: for searches."""
+        start, prefill, decode, park = _grown_bytes(
+            self.sizes, self.with_draft, self.page_bytes, self._cells(context_cells), chunk_tokens,
+            self.window_tokens, self.request.all_logits,
+        )  # fmt: skip
+        slots = self.slot_bytes(context_cells, num_slots)
+        a, b, c, d = self.fixed_bytes[Memory.DEVICE]
+        device = (a + start + slots, b + prefill + slots, c + decode + slots, d + park + slots)
+        return {**self.fixed_bytes, Memory.DEVICE: device}
 
     def room_bytes(self, entries: Sequence[Entry]) -> int | None:
         """Return the device bytes that `entries` leave in every phase (below 0: too few); None without a budget."""
@@ -173,6 +192,26 @@ def _context_entries(
     return tuple(entries)
 
 
+def _buffer_entries(
+    sizes: ModelSizes, with_draft: bool, cells: Cells, chunk_tokens: int, window_tokens: int, all_logits: bool
+) -> tuple[Entry, ...]:
+    prompt = prompt_buffers(sizes, chunk_tokens, cells, with_draft=with_draft, all_logits=all_logits)
+    return prompt + decode_buffers(sizes, window_tokens, cells, with_draft=with_draft)
+
+
+@lru_cache(maxsize=4096)
+def _grown_bytes(
+    sizes: ModelSizes, with_draft: bool, page_bytes: int, cells: Cells, chunk_tokens: int, window_tokens: int,
+    all_logits: bool,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Return the bytes of each phase that context and chunk take together."""
+    context = _context_entries(
+        sizes, with_draft, cells.context_cells, page_bytes, cells.cells_per_page, cells.cell_bytes
+    )
+    buffers = _buffer_entries(sizes, with_draft, cells, chunk_tokens, window_tokens, all_logits)
+    return phase_totals((*context, *buffers))
+
+
 def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
     """Work out all that does not depend on context, chunk and slots. `request` has passed `check_request`."""
     g = sizes.geometry
@@ -180,8 +219,7 @@ def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
     cell = sum(cell_bytes(request.kv_type, g.num_kv_heads, g.head_dim))
     blobs = sizes.blobs[: sizes.blocks(with_draft)]
     if request.page_bytes is None:
-        value = layout.choose_page_bytes(blobs, cell, sizes.block_cells)
-        waste = 100 * layout.slot_waste_frac(blobs, value)
+        value, waste = _auto_page(blobs, cell, sizes.block_cells)
         reason = f"largest power of two up to 64 KiB that wastes < 3 % of the slots ({waste:.2f} %)"
         if waste >= 100 * layout.MAX_SLOT_WASTE_FRAC:
             reason = f"none wastes < 3 % of the slots; this one wastes least ({waste:.2f} %)"
@@ -196,6 +234,8 @@ def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
             f" {page_choice.value:,} bytes does not hold one block of {sizes.block_cells} cells of {cell:,} bytes; it"
             f" needs {needed:,}. Set engine.page_kib={-(-needed // layout.KIB)} or more"
         )
+    pages = _pages(blobs, page_choice.value)
+    fixed = (*_reserve_entries(request), *_model_entries(sizes, with_draft))
     return Frame(
         sizes=sizes,
         request=request,
@@ -203,17 +243,37 @@ def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
         page_choice=page_choice,
         cell_bytes=cell,
         cells_per_page=per_page,
-        pages=tuple(layout.pages_per_expert(blob, page_choice.value) for blob in blobs),
+        pages=pages,
+        most_pages=max(pages),
         limits=request.limits(),
-        fixed=_fixed_entries(sizes, request, with_draft),
+        fixed=fixed,
+        fixed_bytes={memory: phase_totals(fixed, (memory,)) for memory in Memory},
     )
 
 
-def _fixed_entries(sizes: ModelSizes, request: PlanRequest, with_draft: bool) -> tuple[Entry, ...]:
+@lru_cache(maxsize=64)
+def _auto_page(blobs: tuple[int, ...], cell: int, block_cells: int) -> tuple[int, float]:
+    """Return the page size in bytes that auto takes and the percentage of the slots that it wastes."""
+    value = layout.choose_page_bytes(blobs, cell, block_cells)
+    return value, 100 * layout.slot_waste_frac(blobs, value)
+
+
+@lru_cache(maxsize=64)
+def _pages(blobs: tuple[int, ...], page_bytes: int) -> tuple[int, ...]:
+    return tuple(layout.pages_per_expert(blob, page_bytes) for blob in blobs)
+
+
+def _reserve_entries(request: PlanRequest) -> tuple[Entry, ...]:
+    if request.device_budget_bytes is None:
+        return ()
+    rule = "left to the desktop and other programs"
+    return (always(Owner.RESERVE, "reserve", request.reserve_bytes, rule, origin=request.reserve_origin),)
+
+
+@lru_cache(maxsize=32)
+def _model_entries(sizes: ModelSizes, with_draft: bool) -> tuple[Entry, ...]:
+    """Return weights, states and the bank. Cached: they are the same for every request."""
     g, entries = sizes.geometry, []
-    if request.device_budget_bytes is not None:
-        rule = "left to the desktop and other programs"
-        entries.append(always(Owner.RESERVE, "reserve", request.reserve_bytes, rule, origin=request.reserve_origin))
     stored = "as stored; vectors and convolution kernels as float32"
     entries.append(always(Owner.DENSE, "trunk", sizes.dense_bytes, stored))
     entries.append(always(Owner.EMBEDDING, "rows", sizes.embedding_bytes, "token_embd as stored"))

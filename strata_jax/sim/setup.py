@@ -42,6 +42,7 @@ from strata_jax.sim.trace import read_routing_trace
 from strata_jax.sim.workload import sim_requests
 from strata_jax.synthetic import builtin_model_path
 
+SPARE_CELLS = 8  # of the K/V, beyond prompt and output (planning notes 3.2)
 ALIAS_SPARE_MIB = 512  # planning notes 6.2
 AUTO_CHUNK_MAX_TOKENS = 8_192  # what `auto` tries at most (planning notes 2.6)
 # RAM beyond the experts from which a whole copy of them is kept (planning notes 2.8, setup's rule)
@@ -86,8 +87,35 @@ def sim_inputs(config: RunConfig, requests: tuple[SimRequest, ...] | None = None
     requests = requests_of(config) if requests is None else requests
     asked = strata_request(config, geometry, sizes, card)
     needed = max((request.prompt_tokens + request.output_tokens for request in requests), default=0)
+    _check_context(asked.context_cells, needed, geometry.context_length)
     request, notes = allowed_request(config, asked, num_layers=geometry.num_layers, needed_cells=needed)
-    return SimInputs(geometry, sizes, profile, card, request, requests, notes)
+    return SimInputs(geometry, sizes, profile, card, request, requests, (*notes, *_replaced(config, request)))
+
+
+def _replaced(config: RunConfig, request: StrataRequest) -> list[str]:
+    """Return a line for every given number that the original reads as another one."""
+    if not has_strata_memory(config):
+        return []
+    lines = []
+    if config.cache.slots == 0:
+        lines.append("cache.slots=0 counts as auto, as in the original with a profile")
+    if request.kv_streamed and request.resident_cells != config.kv.resident_cells:
+        lines.append(f"kv.resident_cells={config.kv.resident_cells} became {request.resident_cells}, the least")
+    if request.grow.enabled and request.grow.init_cells > request.context_cells:
+        lines.append(f"kv.grow.init_cells={request.grow.init_cells} is more than the window: all of it is mapped")
+    return lines
+
+
+def _check_context(cells: int, needed: int, longest: int) -> None:
+    """Raise ConfigError, with numbers, where a request is longer than the K/V. needed: prompt and output."""
+    if needed + SPARE_CELLS <= cells:
+        return
+    wider = f", or set model.max_context={needed + SPARE_CELLS}" if needed + SPARE_CELLS <= longest else ""
+    raise ConfigError(
+        f"model.max_context={cells} and the workload: its longest request has {needed:,} tokens, prompt and output,"
+        f" and needs {SPARE_CELLS} cells more. Shorten it by {needed + SPARE_CELLS - cells:,}"
+        f" (workload.prompt_tokens, workload.max_output_tokens){wider}; the model takes {longest:,} at most"
+    )
 
 
 def plan_or_unfit(config: RunConfig, inputs: SimInputs) -> StrataPlan | StrataUnfit:
@@ -220,6 +248,7 @@ def strata_request(config: RunConfig, geometry: Geometry, sizes: PackSizes, card
         conversation_mib=_integer(config.conversation.budget_mib) or 0,
         conversation_slots=config.conversation.slots,
         conversation_min_free_mib=config.conversation.min_free_mib,
+        spill=_switch(policy.head_alias.spill),
     )
 
 
@@ -229,7 +258,6 @@ def policy_parameters(config: RunConfig) -> PolicyParameters:
     adaptive = config.cache.replacement is Replacement.adaptive
     return PolicyParameters(
         alias_min_fresh_tokens=_integer(alias.min_fresh_tokens) or 0,
-        alias_spill=_switch(alias.spill),
         grow_anywhere=_switch(grow.anywhere),
         keep_restorable=grow.keep_restorable,
         request_margin_cells=grow.request_margin_cells,

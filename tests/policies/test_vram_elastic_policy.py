@@ -9,10 +9,10 @@ import policy_models as pm
 import pytest
 
 from strata_jax.memory.ledger import MIB
+from strata_jax.memory.strata.cache import MIN_KEPT_SLOTS
 from strata_jax.policies.moves import MoveKind
 from strata_jax.policies.policy import PolicyParameters
 from strata_jax.policies.stack import policy_stack
-from strata_jax.policies.vram_elastic import KEPT_SLOTS
 
 ELASTIC = {"vram_elastic_mib": 512}
 
@@ -51,9 +51,9 @@ def test_the_floor_is_128_slots_and_a_loan_for_256_tokens() -> None:
     slots = step.state.slots
     loan = slots.loan_first(stack.ctx.buffer_bytes(256))
     assert loan is not None
-    assert loan >= KEPT_SLOTS
+    assert loan >= MIN_KEPT_SLOTS
     one_more = int(slots.offset_bytes[slots.num_present]) - 512 * MIB
-    assert one_more < stack.ctx.buffer_bytes(256) + int(slots.offset_bytes[KEPT_SLOTS]) + 512 * MIB
+    assert one_more < stack.ctx.buffer_bytes(256) + int(slots.offset_bytes[MIN_KEPT_SLOTS]) + 512 * MIB
     assert step.state.chunk_tokens >= 256
     facts = pm.ask("a", 5_000)
     pm.checked(stack, stack.before_read(step.state, facts, 5_000))

@@ -77,7 +77,7 @@ ARRIVALS: list[tuple[str, tuple[str, ...], str, object]] = [
     ("hardware.file_gb_s=3", (), "profile.values.file_gb_s", 3.0),
     ("hardware.cores=4", (), "profile.values.cpu_cores", 4.0),
     ("policy.head_alias.min_fresh_tokens=99", (), "parameters.alias_min_fresh_tokens", 99),
-    ("policy.head_alias.spill=true", (), "parameters.alias_spill", True),
+    ("policy.head_alias.spill=true", (), "request.spill", True),
     ("kv.grow.anywhere=false", GROW, "parameters.grow_anywhere", False),
     ("kv.grow.keep_restorable=true", GROW, "parameters.keep_restorable", True),
     ("kv.grow.request_margin_cells=512", GROW, "parameters.request_margin_cells", 512),
@@ -144,6 +144,37 @@ def test_what_the_original_refuses_is_an_error(compose_config: Compose) -> None:
     settings = ["hardware=rtx3090", "policy=head_alias", "policy.compat=upstream", "upstream.batch=2"]
     with pytest.raises(ConfigError, match=r"policy\.head_alias: upstream\.batch above 1"):
         sim_inputs(compose_config(settings))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["workload.prompt_tokens=4096", "model.max_context=4096", "workload.max_output_tokens=100"],
+            ["model.max_context=4096", "4,196 tokens", "by 108", "model.max_context=4204"],
+        ),
+        (["workload.prompt_tokens=262144"], ["model.max_context=262144", "262,144 at most"]),
+    ],
+)
+def test_a_request_longer_than_the_context_is_refused_with_numbers(
+    overrides: list[str], words: list[str], compose_config: Compose
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        sim_inputs(compose_config(["hardware=rtx5090", *overrides]))
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cache.slots=0", "cache.slots=0 counts as auto"),
+        ("kv.resident_cells=100", "kv.resident_cells=100 became 20480"),
+        ("kv.resident_cells=32768", ""),
+    ],
+)
+def test_a_number_that_is_read_as_another_one_is_said(override: str, words: str, compose_config: Compose) -> None:
+    notes = sim_inputs(compose_config(["hardware=rtx5090", override])).notes
+    assert (words in notes[0]) if words else notes == ()
 
 
 def test_native_contradictions_are_errors_not_downgrades(compose_config: Compose) -> None:

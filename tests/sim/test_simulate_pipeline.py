@@ -53,6 +53,7 @@ def test_a_card_without_a_fit_is_marked_everywhere(tmp_path: Path, compose_confi
     assert summary["device"] == "simulated h200 (uncalibrated)"
     assert summary["extra"]["calibrated"] is False
     assert not any(line["calibrated"] for line in lines(tmp_path / "metrics.jsonl"))
+    assert "not calibrated" in (tmp_path / "plan.txt").read_text(encoding="utf-8")
 
 
 def test_a_plan_that_does_not_fit_is_written_down_with_its_shortfall(tmp_path: Path, compose_config: Compose) -> None:

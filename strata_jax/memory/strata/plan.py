@@ -83,27 +83,35 @@ def _decide(sizes: PackSizes, card: Card, request: StrataRequest) -> Decided | S
 def _whole(sizes: PackSizes, card: Card, request: StrataRequest, found: Shortage) -> Shortage:
     """Return the shortage with all that is missing, rather than only what the first item without room lacks.
 
-    Checked by planning on a card with so much more; its plan is the ledger then.
+    Checked by planning on a card with so much more; its plan is the ledger then. Where that plan takes even more than
+    such a card has, and no driver pages it, this is missing too. A plan that only overcommits is whole already.
     """
+    if found.overcommits:
+        return found
+    paged = replace(request, spill=True)
 
     def with_more(num_bytes: int) -> Decided | Shortage:
         if found.memory is Memory.DEVICE:
-            return _decide(sizes, replace(card, vram_bytes=card.vram_bytes + num_bytes), request)
+            return _decide(sizes, replace(card, vram_bytes=card.vram_bytes + num_bytes), paged)
         available = None if card.ram_available_bytes is None else card.ram_available_bytes + num_bytes
         larger = replace(card, ram_bytes=card.ram_bytes + num_bytes, ram_available_bytes=available)
-        return _decide(sizes, larger, request)
+        return _decide(sizes, larger, paged)
 
     def is_enough(num_bytes: int) -> bool:
         decided = with_more(num_bytes)
         return isinstance(decided, Decided) or decided.memory is not found.memory
 
-    first = found.needed_bytes - found.budget_bytes
+    first = found.short_bytes
     enough = enough_bytes(first, is_enough)
     decided = with_more(enough)
-    if enough == first or isinstance(decided, Shortage):
+    if isinstance(decided, Shortage):
         return found
-    needed = found.budget_bytes + enough
     entries = [e for e in decided.plan().ledger.entries if e.memory is found.memory]
+    needed = found.budget_bytes + enough
+    if found.memory is Memory.DEVICE and not request.spills_on(card):
+        needed = max(needed, Ledger(tuple(entries)).peak(found.memory)[1])
+    if needed == found.needed_bytes:
+        return found
     left = [max(0, needed - Ledger(tuple(entries)).total_bytes(phase)) for phase in Phase]
     rule = "the reserve, and what slots of whole experts leave (2.2)"
     rest = Entry(Owner.RESERVE, "left free", (left[0], left[1], left[2], left[3]), found.memory, Origin.COMPUTED, rule)

@@ -91,6 +91,8 @@ class StrataRequest:
         draft_vocab: rows of the drafter's vocabulary.
         token_graph: decoding runs as one graph with a residency table on the device.
         resident_budget_bytes: cap of RAM copies in tier resident.
+        spill: the driver moves device memory to RAM where a plan takes more than the card has; None: as the card's
+            operating system does (`spills_on`).
     """
 
     version: Version = Version.V0_1_41
@@ -133,6 +135,7 @@ class StrataRequest:
     conversation_mib: int = 0
     conversation_slots: int = 4
     conversation_min_free_mib: int = 2_560
+    spill: bool | None = None
 
     @property
     def kv_streamed(self) -> bool:
@@ -146,6 +149,10 @@ class StrataRequest:
     def resident_cells(self) -> int:
         """Cells in device memory of a streamed K/V, no fewer than a selection needs; 0 when it was not asked for."""
         return max(self.kv_resident_cells, MIN_RESIDENT_CELLS) if self.kv_resident_cells > 0 else 0
+
+    def spills_on(self, card: Card) -> bool:
+        """Whether a card's driver moves device memory to RAM instead of refusing it: WDDM does, if nothing is given."""
+        return card.os == "windows" if self.spill is None else self.spill
 
     @property
     def window_rows(self) -> int:
