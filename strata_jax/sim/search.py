@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strata_jax.config.contradictions import VRAM_RESERVE_MIB
 from strata_jax.config.schema import RunConfig
 from strata_jax.errors import ConfigError, DoesNotFit, StrataError
 from strata_jax.memory.ledger import Ledger, Memory, Phase
+from strata_jax.memory.strata.request import StrataRequest
 from strata_jax.memory.strata.result import StrataPlan
 from strata_jax.memory.strata.unfit import StrataUnfit
 from strata_jax.policies.stack import PolicyStack
@@ -139,7 +141,7 @@ class Search:
         if nearest is None:
             return ConfigError(f"{text} {self.plain.label}: {self.plain.error}")
         if nearest is not self.plain:
-            text = f"{text} The nearest, {nearest.label}: {nearest.error}."
+            text = f"{text} The nearest, {nearest.label}: {str(nearest.error).rstrip('.')}."
         return DoesNotFit(
             f"{text} {self.plain.label}: {self.plain.error}", shortfall_bytes=_shortfall_bytes(nearest.error)
         )
@@ -275,9 +277,14 @@ def facts_of(plan: StrataPlan, done: SimRun) -> Facts:
         own_mib=plan.prompt.own_bytes / MIB,
         kv_start_cells=plan.kv_mapped_cells,
         free_mib=free,
-        reserve_mib=max(0.0, plan.request.reserve_mib - plan.card.late_bytes / MIB - OPEN_SLACK_MIB),
+        reserve_mib=max(0.0, _asked_mib(plan.request) - plan.card.late_bytes / MIB - OPEN_SLACK_MIB),
         warnings=done.warnings,
     )
+
+
+def _asked_mib(request: StrataRequest) -> int:
+    """Return the reserve that a user has in mind: as given, or the default without what a lent head adds to it."""
+    return request.reserve_mib if request.reserve_given else min(request.reserve_mib, VRAM_RESERVE_MIB)
 
 
 def _key(plan: StrataPlan, stack: PolicyStack) -> Any:

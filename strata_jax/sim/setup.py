@@ -22,7 +22,7 @@ from strata_jax.memory.plan import plan as plan_xla
 from strata_jax.memory.request import PlanRequest
 from strata_jax.memory.strata.from_memory_plan import from_memory_plan
 from strata_jax.memory.strata.plan import try_plan_strata
-from strata_jax.memory.strata.request import Card, ExpertTier, GrowSettings, StrataRequest, Version
+from strata_jax.memory.strata.request import Card, ExpertTier, GrowSettings, StrataRequest, Version, pages_memory
 from strata_jax.memory.strata.result import StrataPlan
 from strata_jax.memory.strata.sizes import PackSizes, pack_sizes
 from strata_jax.memory.strata.unfit import StrataUnfit
@@ -33,6 +33,7 @@ from strata_jax.policies.stack import PolicyStack, policy_stack
 from strata_jax.presets import preset_geometry
 from strata_jax.sim.compat import allowed_request
 from strata_jax.sim.executor import CONTEXT_SLACK
+from strata_jax.sim.longest import LongestRequest
 from strata_jax.sim.machine import SimOptions
 from strata_jax.sim.prefill_cost import head_load_ms, relayout_ms
 from strata_jax.sim.profile import Profile, load_profile, profile_for_gpu, read_profile
@@ -89,7 +90,31 @@ def sim_inputs(config: RunConfig, requests: tuple[SimRequest, ...] | None = None
     needed = max((request.prompt_tokens + request.output_tokens for request in requests), default=0)
     _check_context(asked.context_cells, needed, geometry.context_length)
     request, notes = allowed_request(config, asked, num_layers=geometry.num_layers, needed_cells=needed)
-    return SimInputs(geometry, sizes, profile, card, request, requests, (*notes, *_replaced(config, request)))
+    notes = (*notes, *_reserve_note(config, sizes, card), *_replaced(config, request))
+    return SimInputs(geometry, sizes, profile, card, request, requests, notes)
+
+
+def _returning_head_bytes(config: RunConfig, sizes: PackSizes, card: Card) -> int:
+    """Return the bytes of a lent head that come back into the reserve; 0 where the driver pages, or upstream decides.
+
+    The original plans as if the head took nothing, and buffers inside the head's own bytes leave the reserve whole.
+    """
+    policy = config.policy
+    natively = has_strata_memory(config) and policy.compat is Compat.native
+    pages = pages_memory(card, _switch(policy.head_alias.spill))
+    if not natively or policy.head_alias.enabled is not True or policy.head_alias.inside_head is True or pages:
+        return 0
+    return sizes.head_bytes
+
+
+def _reserve_note(config: RunConfig, sizes: PackSizes, card: Card) -> list[str]:
+    head_bytes = _returning_head_bytes(config, sizes, card)
+    if not head_bytes or config.hardware.vram_reserve_mib != AUTO:
+        return []
+    return [
+        f"hardware.vram_reserve_mib=auto is {reserve_mib(config, returning_head_bytes=head_bytes):,} MiB: the lent head"
+        f" ({head_bytes / MIB:,.0f} MiB) comes back into it to decode, and nothing pages device memory"
+    ]
 
 
 def _replaced(config: RunConfig, request: StrataRequest) -> list[str]:
@@ -119,9 +144,14 @@ def _check_context(cells: int, needed: int, longest: int) -> None:
 
 
 def plan_or_unfit(config: RunConfig, inputs: SimInputs) -> StrataPlan | StrataUnfit:
-    """Plan the memory with the chosen memory model. Raises DoesNotFit itself where the model is xla."""
+    """Plan the memory with the chosen memory model, for requests as long as the longest that will come.
+
+    Raises DoesNotFit itself where the model is xla.
+    """
     if has_strata_memory(config):
-        return try_plan_strata(inputs.sizes, inputs.card, inputs.request)
+        compat, parameters = PolicyCompat(config.policy.compat.value), policy_parameters(config)
+        check = LongestRequest(inputs.sizes, compat, parameters, sim_options(config), inputs.requests)
+        return try_plan_strata(inputs.sizes, inputs.card, inputs.request, check=check)
     made = plan_xla(inputs.geometry, _xla_request(config, inputs))
     return from_memory_plan(inputs.geometry, inputs.sizes, made, inputs.card)
 
@@ -201,6 +231,7 @@ def strata_request(config: RunConfig, geometry: Geometry, sizes: PackSizes, card
     upstream = policy.compat is Compat.upstream
     own = prefill.own.name if policy.prefill_own.enabled is True else "off"
     elastic = policy.vram_elastic.enabled is True or config.upstream.vram_elastic
+    reserve = reserve_mib(config, returning_head_bytes=_returning_head_bytes(config, sizes, card))
     return StrataRequest(
         version=Version(config.memory_model.name.value) if has_strata_memory(config) else Version.V0_1_43,
         context_cells=geometry.context_length if config.model.max_context == AUTO else int(config.model.max_context),
@@ -211,13 +242,13 @@ def strata_request(config: RunConfig, geometry: Geometry, sizes: PackSizes, card
         cache_per_layer=cache.per_layer,
         chunk_tokens=_integer(prefill.chunk),
         chunk_auto_max=_at_most(prefill.chunk) or AUTO_CHUNK_MAX_TOKENS,
-        reserve_mib=reserve_mib(config),
+        reserve_mib=reserve,
         reserve_given=config.hardware.vram_reserve_mib != AUTO,
         borrow=prefill.borrow is True or prefill.borrow == AUTO,
         own=own,
         decide_at=policy.prefill_own.decide_at.name,
         head_alias=bool(policy.head_alias.enabled),
-        alias_spare_mib=_alias_spare_mib(config),
+        alias_spare_mib=_alias_spare_mib(config, reserve),
         alias_inside_head=bool(policy.head_alias.inside_head),
         alias_beyond=not upstream if policy.head_alias.large_chunks == AUTO else bool(policy.head_alias.large_chunks),
         grow=GrowSettings(
@@ -346,12 +377,12 @@ def _tier(config: RunConfig, sizes: PackSizes, card: Card) -> ExpertTier:
     return ExpertTier.ARENA if available >= needed else ExpertTier.RESIDENT
 
 
-def _alias_spare_mib(config: RunConfig) -> int:
+def _alias_spare_mib(config: RunConfig, reserve: int) -> int:
     """The original leaves 512 MiB beside hybrid buffers, whatever the reserve; natively the reserve is kept."""
     given = _integer(config.policy.head_alias.spare_mib)
     if given is not None:
         return given
-    return ALIAS_SPARE_MIB if config.policy.compat is Compat.upstream else reserve_mib(config)
+    return ALIAS_SPARE_MIB if config.policy.compat is Compat.upstream else reserve
 
 
 def _integer(value: int | str) -> int | None:

@@ -249,7 +249,9 @@ def test_the_nearest_miss_is_named(compose_config: Compose) -> None:
     search = search_policies(compose_config(["hardware=rtx_pro_2000_8gb", "workload=agent_loop", "policy=auto"]))
     error = search.error()
     assert isinstance(error, DoesNotFit)
-    assert "kv_grow: K/V of " in str(error)  # planned, and found too small by a request
+    assert "The nearest, head_alias + kv_grow" in str(error)
+    assert ").." not in str(error)
+    assert any("elastic K/V can never map" in str(candidate.error) for candidate in search.candidates)
     assert "kv.resident_cells=20480" in str(error)  # what the plan suggests
     assert 0 < error.shortfall_bytes < search.plain.error.shortfall_bytes  # type: ignore[union-attr]
 

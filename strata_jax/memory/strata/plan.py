@@ -7,6 +7,7 @@ the rest less what comes after it, prompt buffers borrow from the cache or use w
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 from strata_jax.memory.ledger import Entry, Ledger, Memory, Origin, Owner, Phase
 from strata_jax.memory.strata.attempt import Attempt, Decided
@@ -31,17 +32,41 @@ def plan_strata(sizes: PackSizes, card: Card, request: StrataRequest) -> StrataP
     return outcome
 
 
-def try_plan_strata(sizes: PackSizes, card: Card, request: StrataRequest) -> StrataPlan | StrataUnfit:
-    """Plan a model's memory, or say why it does not fit, for sweeps. Raises ConfigError."""
+class PlanCheck(Protocol):
+    """What else must be true of a plan: it has the memory that requests ask for later."""
+
+    def missing_bytes(self, plan: StrataPlan) -> int: ...
+
+    def what(self, plan: StrataPlan) -> str: ...
+
+
+def try_plan_strata(
+    sizes: PackSizes, card: Card, request: StrataRequest, *, check: PlanCheck | None = None
+) -> StrataPlan | StrataUnfit:
+    """Plan a model's memory, or say why it does not fit, for sweeps. Raises ConfigError.
+
+    check: a plan in which it finds device memory missing does not fit, nor is it named as one that would.
+    """
     found = _decide(sizes, card, request)
     if isinstance(found, Decided):
-        return found.plan()
+        plan = found.plan()
+        missing = 0 if check is None else check.missing_bytes(plan)
+        if check is None or not missing:
+            return plan
+        shortage = Shortage(
+            Memory.DEVICE, card.vram_bytes + missing, card.vram_bytes, check.what(plan), plan.ledger, plan.slots,
+            Phase.DECODE,
+        )  # fmt: skip
+    else:
+        shortage = _whole(sizes, card, request, found)
 
     def read_tokens(other: StrataRequest) -> int:
         decided = _decide(sizes, card, other)
-        return decided.path.chunk_tokens if isinstance(decided, Decided) else 0
+        if not isinstance(decided, Decided) or (check is not None and check.missing_bytes(decided.plan())):
+            return 0
+        return decided.path.chunk_tokens
 
-    return explain(request, _whole(sizes, card, request, found), read_tokens, slot_step=sizes.num_layers)
+    return explain(request, shortage, read_tokens, slot_step=sizes.num_layers)
 
 
 def growth_refusal(request: StrataRequest) -> str | None:

@@ -59,6 +59,11 @@ class Card:
     vmm_chunk_bytes: int = 2 * MIB
 
 
+def pages_memory(card: Card, spill: bool | None) -> bool:
+    """Say whether device memory beyond the card goes to RAM; spill: as given, None: WDDM does, other drivers do not."""
+    return card.os == "windows" if spill is None else spill
+
+
 @dataclass(frozen=True, slots=True)
 class GrowSettings:
     """Elastic K/V (planning notes 6.3). anywhere: any slot may pay; otherwise those below the loan, as upstream's."""
@@ -152,7 +157,7 @@ class StrataRequest:
 
     def spills_on(self, card: Card) -> bool:
         """Whether a card's driver moves device memory to RAM instead of refusing it: WDDM does, if nothing is given."""
-        return card.os == "windows" if self.spill is None else self.spill
+        return pages_memory(card, self.spill)
 
     @property
     def window_rows(self) -> int:

@@ -192,7 +192,7 @@ def explain(request: StrataRequest, shortage: Shortage, read_tokens: ReadTokens,
 
 
 def given_settings(request: StrataRequest) -> tuple[str, ...]:
-    """Return the settings that a plan must keep, as typed; those that hold back most first."""
+    """Return the settings that a plan must keep, as typed; those that hold back most first. What is auto is not."""
     values: dict[str, Any] = {}
     if request.expert_cache is not None:
         values["expert_cache"] = request.expert_cache
@@ -203,9 +203,10 @@ def given_settings(request: StrataRequest) -> tuple[str, ...]:
     values |= {"context_cells": request.context_cells, "kv_type": request.kv_type}
     if request.kv_resident_cells > 0:
         values["kv_resident_cells"] = request.kv_resident_cells
-    if request.own != "off":
+    if request.own == "on":
         values["own"] = request.own
     if not request.borrow:
         values["borrow"] = "false"
-    values["reserve_mib"] = request.reserve_mib
+    if request.reserve_given:
+        values["reserve_mib"] = request.reserve_mib
     return tuple(f"{KEYS[name]}={value}" for name, value in values.items())

@@ -109,10 +109,11 @@ def alternatives(request: StrataRequest, memory: Memory, fits: ReadTokens) -> It
         if fits(replace(request, kv_type=kv_type)):
             yield f"kv.type={kv_type}"
             break
-    if not request.kv_streamed and fits(replace(request, kv_resident_cells=MIN_RESIDENT_CELLS)):
+    grows = request.grow.enabled
+    if not request.kv_streamed and not grows and fits(replace(request, kv_resident_cells=MIN_RESIDENT_CELLS)):
         yield f"kv.resident_cells={MIN_RESIDENT_CELLS}"
-    if not request.grow.enabled and fits(replace(request, grow=replace(request.grow, enabled=True))):
-        yield "kv.grow.enabled=true"
+    if fits(replace(request, grow=replace(request.grow, enabled=not grows))):
+        yield f"policy.kv_grow.enabled={str(not grows).lower()}"
     if not request.borrow and fits(replace(request, borrow=True)):
         yield "prefill.borrow=true"
     if request.own == "on" and fits(replace(request, own="auto")):
