@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "open_questions.md"
-CARDS = {  # cards whose names stand for another way of reading a number get none
+CARDS = {
     "rtx_pro_2000_8gb": "RTX PRO 2000, 8 GB", "rtx3070ti": "RTX 3070 Ti, 8 GB", "rtx5070": "RTX 5070, 12 GB",
     "rtx5060ti": "RTX 5060 Ti, 16 GB", "rtx3090": "RTX 3090, 24 GB", "rtx4090": "RTX 4090, 24 GB",
     "rtx4080s_32gb": "RTX 4080 Super, 32 GB", "rtx5090": "RTX 5090, 32 GB", "h200": "H200, 141 GB",
@@ -32,13 +33,13 @@ Row = Mapping[str, str]
 def main() -> None:
     """Make the tables that were asked for, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[*TABLES, []], help="tables to make; none: all")
+    parser.add_argument("names", nargs="*", choices=[*TABLES, AUTO, []], help="tables to make; none: all")
     parser.add_argument("--keep", type=Path, help="directory of the runs; those that are there are not repeated")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        for name in arguments.names or TABLES:
-            rows = run_experiment(name, arguments.keep or Path(scratch))
-            text = TABLES[name](rows)
+        directory = arguments.keep or Path(scratch)
+        for name in arguments.names or (*TABLES, AUTO):
+            text = policy_auto(directory) if name == AUTO else TABLES[name](run_experiment(name, directory))
             write_between(DOCUMENT, name, text)
             print(f"{name}\n{text}\n")
 
@@ -58,12 +59,22 @@ def own_decide_at(rows: Sequence[Row]) -> str:
     lines = []
     for reserve, slots in pairs(rows, "hardware.vram_reserve_mib", "cache.slots"):
         filled, final = (
-            find(rows, **{"hardware.vram_reserve_mib": reserve, "cache.slots": slots, "policy.prefill_own.decide_at": at})
+            find(
+                rows, **{"hardware.vram_reserve_mib": reserve, "cache.slots": slots, "policy.prefill_own.decide_at": at}
+            )
             for at in ("filled", "final")
         )
         early, late = (f"{r['layout']}, {number(r['prompt_tok_s'])}" for r in (filled, final))
         lines.append([reserve, slots, filled["slots"], early, free(filled), late, free(final)])
-    heads = ["reserve MiB", "slots asked", "slots", "filled: layout, tok/s", "free MiB", "final: layout, tok/s", "free MiB"]
+    heads = [
+        "reserve MiB",
+        "slots asked",
+        "slots",
+        "filled: layout, tok/s",
+        "free MiB",
+        "final: layout, tok/s",
+        "free MiB",
+    ]
     return markdown(heads, lines)
 
 
@@ -81,7 +92,9 @@ def own_ab_grid(rows: Sequence[Row]) -> str:
             gains.append(percent(own["prompt_tok_s"], base["prompt_tok_s"]))
         assert own is not None
         lines.append([slots, ram, own["slots"], own["layout"], own["chunk_tokens"], *gains])
-    return markdown(["slots asked", "RAM MiB", "slots", "own layout", "chunk", *(f"{int(t):,}" for t in lengths)], lines)
+    return markdown(
+        ["slots asked", "RAM MiB", "slots", "own layout", "chunk", *(f"{int(t):,}" for t in lengths)], lines
+    )
 
 
 def alias_cards(rows: Sequence[Row]) -> str:
@@ -94,7 +107,7 @@ def alias_cards(rows: Sequence[Row]) -> str:
         grown, inside = (find(here, policy="head_alias", **{INSIDE: flag}) for flag in ("False", "True"))
         lines.append([
             name_of(plain), seconds(plain["simulated_s"]), chunk(plain),
-            *(text for r in (grown, inside, less) for text in (percent(r["simulated_s"], plain["simulated_s"]), chunk(r))),
+            *(t for r in (grown, inside, less) for t in (percent(r["simulated_s"], plain["simulated_s"]), chunk(r))),
         ])  # fmt: skip
     uses = ["larger cache", "inside the head", "smaller reserve"]
     return markdown(["card", "plain s", "chunk", *(text for use in uses for text in (f"{use}: time", "chunk"))], lines)
@@ -117,7 +130,9 @@ def alias_crossover(rows: Sequence[Row]) -> str:
             cells.append(chunk(next(iter(alias.values()))))
         first = next(iter(plain.values()))
         lines.append([name_of(first), chunk(first), *cells])
-    heads = [f"{compat}: {text}" for compat in ("original", "native") for text in ("pays from", "256", "8,192", "chunk")]
+    heads = [
+        f"{compat}: {text}" for compat in ("original", "native") for text in ("pays from", "256", "8,192", "chunk")
+    ]
     return markdown(["card", "plain chunk", *heads], lines)
 
 
@@ -135,6 +150,46 @@ def alias_threshold(rows: Sequence[Row]) -> str:
     return markdown(["min_fresh_tokens", *heads], lines)
 
 
+def policy_auto(directory: Path) -> str:
+    """What the search chooses for cards and workloads, with its time and the plain setting's."""
+    lines = []
+    for title, settings in CHOICES.items():
+        for workload in ("chat", "doc_follow_up", "agent_loop"):
+            found = run_search(
+                directory / AUTO / "_".join([*re.findall(r"\w+", title), workload]), [*settings, f"workload={workload}"]
+            )
+            plain, chosen = found["candidates"][0], found["chosen"]
+            before = seconds(str(plain["total_ms"] / 1000)) if plain["fits"] else "does not fit"
+            if chosen is None:
+                lines.append([title, workload, before, "nothing fits", *["-"] * 4])
+                continue
+            after = seconds(str(chosen["total_ms"] / 1000))
+            cells = (f"{chosen['slots']:,}", f"{chosen['chunk_tokens']:,}", f"{100 * chosen['hit_rate']:.1f} %")
+            lines.append([title, workload, before, chosen["label"], after, *cells])
+    return markdown(["card", "workload", "plain s", "choice", "s", "slots", "chunk", "hits"], lines)
+
+
+def run_search(target: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """Return auto.json of a search. Planning is enough: it searches too, and runs nothing afterwards."""
+    if not (target / "auto.json").is_file():
+        given = ["policy=auto", "pipeline=plan", *settings, "report.plots=false", f"hydra.run.dir={target}"]
+        command = [sys.executable, str(ROOT / "run.py"), *given]
+        subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    found: dict[str, Any] = json.loads((target / "auto.json").read_text(encoding="utf-8"))
+    return found
+
+
+AUTO = "policy_auto"
+LAPTOP = (
+    "hardware=rtx_pro_2000_8gb", "quant=iq3_xxs", "kv.type=q4_0", "kv.resident_cells=32768",
+    "hardware.vram_reserve_mib=590", "spec.draft_vocab=40525",
+)  # fmt: skip
+CHOICES: Mapping[str, Sequence[str]] = {
+    "RTX 5090": ("hardware=rtx5090",),
+    "RTX 5090 as 16 GB": ("hardware=rtx5090_as_16gb",),
+    "RTX PRO 2000, 8 GB": ("hardware=rtx_pro_2000_8gb",),
+    "the same, published settings": LAPTOP,
+}
 INSIDE, PINNED, LEAST = (f"policy.head_alias.{name}" for name in ("inside_head", "pinned", "min_fresh_tokens"))
 TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "own_decide_at": own_decide_at,

@@ -44,14 +44,14 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
 def make_plan(config: RunConfig, inputs: SimInputs, record: RunRecord) -> StrataPlan:
     """Plan the memory, print the plan and write it down. Raises DoesNotFit with what would fit."""
     found = plan_or_unfit(config, inputs)
-    text = strata_plan_text(found)
+    notes = (*inputs.notes, *((UNCALIBRATED.format(inputs.profile.title),) if not inputs.profile.calibrated else ()))
+    text = strata_plan_text(found) + "".join(f"- {note}\n" for note in notes)
     marks = {"executor": "sim", "calibrated": inputs.profile.calibrated, "hardware": inputs.profile.name}
     if isinstance(found, StrataUnfit):
         record.write_plan({**found.to_json(), **marks}, text)
         raise found.error()
     record.write_plan({**to_json(found), **marks}, text)
-    notes = (*inputs.notes, *((UNCALIBRATED.format(inputs.profile.title),) if not inputs.profile.calibrated else ()))
-    print(f"Memory plan of {inputs.sizes.name} on {inputs.profile.title}\n{text}", *(f"- {n}\n" for n in notes), sep="")
+    print(f"Memory plan of {inputs.sizes.name} on {inputs.profile.title}\n{text}")
     record.write_json("hardware.json", {"profile": inputs.profile.name, "numbers": inputs.profile.describe(), **marks})
     return found
 

@@ -116,6 +116,7 @@ def test_short_reads_make_room_for_the_originals_head_alias(compat: str, tokens:
         (["pipeline=inspect"], ["pipeline=inspect", "model=qwen38_flash"]),
         (["pipeline=calibrate"], ["pipeline=calibrate", "hardware=rtx5090"]),
         (["pipeline=reproduce"], ["pipeline=reproduce", "reproduce=NAME"]),
+        (["reproduce=kv_grow"], ["hardware.name=rtx5090", "reproduce=kv_grow"]),
         (["pipeline=grid"], ["pipeline=grid", "grid.axes"]),
         (["grid.axes=['spec.window=1,2']"], ["grid.axes", "pipeline=generate"]),
         (["quant=iq3_s", "model.path=x.gguf"], ["quant=iq3_s", "model.path"]),

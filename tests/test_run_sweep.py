@@ -105,9 +105,18 @@ def test_a_resumed_sweep_keeps_finished_jobs_and_runs_the_rest(tmp_path: Path) -
     assert (tmp_path / "sweep" / "0" / "summary.json").stat().st_mtime_ns == first
     assert [row["status"] for row in table(tmp_path / "sweep")] == ["ok", "unfit", "ok"]
 
-    code, _, err = run(tmp_path, *same, "hardware.vram_mib=9001,100,9000", "sweep.resume=true")
+    before = {path: path.read_bytes() for path in (tmp_path / "sweep").rglob("*") if path.is_file()}
+    code, out, err = run(tmp_path, *same, "hardware.vram_mib=8151,100,9001", "sweep.resume=true")
     assert code == 2
-    assert "job 0 finished with another hardware" in err
+    assert err.startswith("error: sweep.resume=true"), "before the first job"
+    assert "job 2 finished with another hardware" in err
+    assert out == ""
+    after = {path: path.read_bytes() for path in (tmp_path / "sweep").rglob("*") if path.is_file()}
+    assert after == before, "nothing is overwritten"
+    code, _, err = run(tmp_path, *same, "hardware.vram_mib=99,100", "spec.window=99", "sweep.resume=true")
+    assert code == 2
+    assert "spec.window=99" in err, "a job that would be refused does not replace one that finished"
+    assert {path: path.read_bytes() for path in before} == before
     assert json.loads((tmp_path / "sweep" / "0" / "summary.json").read_text())["status"] == "ok", "not overwritten"
 
 

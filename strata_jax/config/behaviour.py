@@ -195,7 +195,8 @@ class HeadAliasPolicy:
     )
     spill: bool | str = setting(
         AUTO,
-        "the head may be loaded beyond the card's memory; auto: as the operating system lets it",
+        "the driver may page device memory, so that a plan or the head's load may exceed the card; auto: as the"
+        " operating system lets it",
         executors=IN_SIM,
     )
     inside_head: bool | str = setting(

@@ -26,7 +26,7 @@ class HardwareConfig:
     vram_reserve_mib: int | str = setting(
         AUTO,
         "device memory left free for the desktop and other programs; auto: 700, less on small cards where strata"
-        " memory models allow it",
+        " memory models allow it, 1,024 or more for a lent head where no driver pages memory",
         unit="MiB",
         low=0,
         high=MAX_MIB,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from strata_jax.config.checks import show, value_of
 from strata_jax.config.choices import Compat, ExecutorName, OwnBuffers, PipelineName
 from strata_jax.config.executors import executor_of, has_strata_memory
@@ -10,6 +12,11 @@ from strata_jax.config.keys import all_settings
 from strata_jax.config.schema import RunConfig
 
 SWITCHES = ("prefill_own", "conversation_budget", "head_alias", "kv_grow", "vram_elastic")
+# nodes of what a published row says itself
+ROW_NODES = (
+    "hardware", "ram", "model", "quant", "kv", "cache", "prefill", "policy", "conversation", "spec", "upstream",
+    "workload", "memory_model",
+)  # fmt: skip
 ALWAYS_HONOURED = ("upstream.mtp", "upstream.token_graph")  # they change what is allocated, also natively
 
 
@@ -107,6 +114,17 @@ def _jobs(config: RunConfig) -> list[str]:
             f"reproduce={config.reproduce.name} and pipeline={pipeline.name}: a reproduction has its own pipeline."
             " Leave pipeline out."
         )
+    if pipeline is PipelineName.reproduce and config.reproduce.name is not None:
+        given = (
+            f"{setting.name}={show(value_of(config, setting.name))}"
+            for setting in all_settings().values()
+            if setting.name.split(".")[0] in ROW_NODES and value_of(config, setting.name) != setting.default
+        )
+        problems += [
+            f"{text} and reproduce={config.reproduce.name}: published rows bring their own machine, model, workload and"
+            " policy. Leave such settings out."
+            for text in islice(given, 1)
+        ]
     if pipeline is PipelineName.grid and not grid.axes:
         problems.append("pipeline=grid and grid.axes=[]: nothing varies. Give axes, or start from experiment=grid.")
     if pipeline is not PipelineName.grid and grid.axes:

@@ -11,6 +11,7 @@ from strata_jax.config.executors import executor_of, has_strata_memory, is_prese
 from strata_jax.config.fields import AUTO
 from strata_jax.config.schema import RunConfig
 
+MIB = 2**20
 MODEL_FILE = "file"  # quant.name of a model that is a file
 STRATA_SHORT_READ_TOKENS = 64  # planning notes 3.1
 STRATA_CHECKPOINTS = 6
@@ -18,6 +19,7 @@ STRATA_SUFFIX_DRAFT = 3
 GROW_INIT_CELLS, GROW_STEP_CELLS, GROW_FLOOR_SLOTS = 16_384, 8_192, 128  # planning notes 6.3
 STRATA_DRAFT_VOCAB = 106_299  # planning notes 1.6, the default vocabulary of drafts
 CONVERSATION_BUDGET_MIB = 2_048  # ours, the published runs have 1,024 to 8,192
+HEAD_RESERVE_MIB = 1_024  # free at a request's start below which the original warns (0.1.43.1)
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -39,10 +41,19 @@ def searches(config: RunConfig) -> bool:
     return any(switch.enabled == AUTO for switch in switches)
 
 
-def reserve_mib(config: RunConfig) -> int:
-    """Return the device memory to leave free, where nothing makes the default smaller."""
+def reserve_mib(config: RunConfig, *, returning_head_bytes: int = 0) -> int:
+    """Return the device memory to leave free in MiB, where nothing makes the default smaller.
+
+    returning_head_bytes: of a lent head that must find its place in the reserve again, as no driver pages memory; 0:
+    none does. The default then grows by it, so that what is taken after the cache is sized finds the room it has beside
+    a resident head, and is no less than what a request should find free.
+    """
     given = config.hardware.vram_reserve_mib
-    return VRAM_RESERVE_MIB if isinstance(given, str) else given
+    if not isinstance(given, str):
+        return given
+    if not returning_head_bytes:
+        return VRAM_RESERVE_MIB
+    return max(HEAD_RESERVE_MIB, VRAM_RESERVE_MIB - (-returning_head_bytes // MIB))
 
 
 def _resolve_sim(config: RunConfig, *, strata: bool) -> None:

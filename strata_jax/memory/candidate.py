@@ -6,8 +6,9 @@ and its error messages ask it the same questions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from strata_jax.errors import ConfigError
@@ -24,9 +25,10 @@ from strata_jax.memory.ledger import (
     Shortfall,
     always,
     phase_totals,
+    worst_excess,
     worst_shortfall,
 )
-from strata_jax.memory.request import Choice, Origin, PlanRequest
+from strata_jax.memory.request import Choice, MovingMemory, Origin, PlanRequest
 from strata_jax.memory.sizes import (
     F32_BYTES,
     ModelSizes,
@@ -65,7 +67,8 @@ class Frame:
 
     Attributes:
         pages: pages of a slot of each loaded block.
-        fixed: entries that depend on none of the three.
+        most_pages: pages of the largest of them.
+        fixed: entries that depend on none of the three. fixed_bytes: their bytes of each phase.
     """
 
     sizes: ModelSizes
@@ -75,8 +78,10 @@ class Frame:
     cell_bytes: int
     cells_per_page: int
     pages: tuple[int, ...]
+    most_pages: int
     limits: tuple[Limit, ...]
     fixed: tuple[Entry, ...]
+    fixed_bytes: Mapping[Memory, tuple[int, int, int, int]]
 
     @property
     def page_bytes(self) -> int:
@@ -108,7 +113,7 @@ class Frame:
     def spare_pages(self, mapped_cells: int, num_slots: int) -> int:
         """Pages that only make the arena as long as one expert, since its program reads that many at a time."""
         used = layout.slot_pages(num_slots, self.pages) + self.kv_pages(mapped_cells)
-        return max(0, max(self.pages) - used)
+        return max(0, self.most_pages - used)
 
     def first_cells(self, context_cells: int) -> int:
         """Return the K/V cells that have pages at the start, where slots can pay for the others."""
@@ -117,21 +122,11 @@ class Frame:
 
     def context_entries(self, context_cells: int, mapped_cells: int | None = None) -> tuple[Entry, ...]:
         """Return what grows with the context alone: K/V pages, all of them or the mapped ones, and index keys."""
-        g, cells = self.sizes.geometry, self.num_cells(context_cells)
-        pages = self.kv_pages_per_layer(context_cells if mapped_cells is None else mapped_cells)
-        layers = self.sizes.attention_layers(self.with_draft)
-        trunk = len(self.sizes.trunk_attention)
-        rule = (
-            f"x {pages:,} pages x {self.page_bytes:,} B; {self.cells_per_page:,} cells of {self.cell_bytes:,} B a page"
+        cells = self.num_cells(context_cells)
+        mapped = cells if mapped_cells is None else self.num_cells(mapped_cells)
+        return _context_entries(
+            self.sizes, self.with_draft, cells, mapped, self.page_bytes, self.cells_per_page, self.cell_bytes
         )
-        entries = [always(Owner.KV, "trunk", trunk * pages * self.page_bytes, f"{trunk} attention layers {rule}")]
-        if len(layers) > trunk:
-            entries.append(always(Owner.KV, "draft block", pages * self.page_bytes, f"1 attention layer {rule}"))
-        for ratio, count in self.sizes.sparse_ratios(self.with_draft):
-            keys = count * index_key_bytes(g, ratio, cells)
-            rule = f"{count} sparse layers x ({cells:,} cells / {ratio} + 1) x {g.index_dim} x 4 B"
-            entries.append(always(Owner.INDEX_KEYS, f"blocks of {ratio}", keys, rule))
-        return tuple(entries)
 
     def slot_bytes(self, context_cells: int, num_slots: int, mapped_cells: int | None = None) -> int:
         """Return the bytes of `slot_entries`."""
@@ -170,7 +165,10 @@ class Frame:
 
     def buffer_entries(self, context_cells: int, chunk_tokens: int) -> tuple[Entry, ...]:
         """Return the temporaries of prompt and decode programs."""
-        return self.prompt_entries(context_cells, chunk_tokens) + self.decode_entries(context_cells)
+        return _buffer_entries(
+            self.sizes, self.with_draft, self._cells(context_cells), chunk_tokens, self.window_tokens,
+            self.request.all_logits,
+        )  # fmt: skip
 
     def entries(self, context_cells: int, chunk_tokens: int, num_slots: int) -> tuple[Entry, ...]:
         """Return the ledger's entries for a candidate."""
@@ -213,7 +211,23 @@ class Frame:
 
     def shortfall(self, context_cells: int, chunk_tokens: int, num_slots: int) -> Shortfall | None:
         """Return by how much a candidate exceeds a budget, or None if it fits."""
-        return worst_shortfall(self.entries(context_cells, chunk_tokens, num_slots), self.limits)
+        return worst_excess(self.phase_bytes(context_cells, chunk_tokens, num_slots), self.limits)
+
+    def phase_bytes(
+        self, context_cells: int, chunk_tokens: int, num_slots: int
+    ) -> dict[Memory, tuple[int, int, int, int]]:
+        """Return what `entries` add up to in each phase; where nothing moves, without making them and their texts."""
+        if self.request.moving.on_device:
+            entries = self.entries(context_cells, chunk_tokens, num_slots)
+            return {memory: phase_totals(entries, (memory,)) for memory in Memory}
+        start, prefill, decode, park = _grown_bytes(
+            self.sizes, self.with_draft, self.page_bytes, self._cells(context_cells), chunk_tokens,
+            self.window_tokens, self.request.all_logits,
+        )  # fmt: skip
+        slots = self.slot_bytes(context_cells, num_slots)
+        a, b, c, d = self.fixed_bytes[Memory.DEVICE]
+        device = (a + start + slots, b + prefill + slots, c + decode + slots, d + park + slots)
+        return {**self.fixed_bytes, Memory.DEVICE: device}
 
     def room_bytes(self, entries: Sequence[Entry]) -> int | None:
         """Return the device bytes that `entries` leave in every phase (below 0: too few); None without a budget."""
@@ -266,7 +280,7 @@ class Frame:
 
     def _loans(self, context_cells: int, buckets: Sequence[int], num_slots: int, base_bytes: int) -> list[int]:
         """Return how many of the last slots a prompt in chunks of each bucket borrows, in whole segments."""
-        moving, longest = self.request.moving, max(self.pages)
+        moving, longest = self.request.moving, self.most_pages
         if not moving.lend:
             return [0] * len(buckets)
         most = self._most_lent(num_slots, context_cells)
@@ -328,6 +342,45 @@ def _but_not(phase: Phase, owner: Owner, item: str, num_bytes: int, rule: str) -
     return Entry(owner, item, (start, prefill, decode, park), Memory.DEVICE, Origin.COMPUTED, rule)
 
 
+@lru_cache(maxsize=4096)
+def _context_entries(
+    sizes: ModelSizes, with_draft: bool, cells: int, mapped_cells: int, page_bytes: int, cells_per_page: int,
+    cell_bytes: int,
+) -> tuple[Entry, ...]:  # fmt: skip
+    """Return K/V pages of the mapped cells and index keys of all. Cached: searches ask for the same again and again."""
+    g, layers, trunk = sizes.geometry, sizes.attention_layers(with_draft), len(sizes.trunk_attention)
+    pages = layout.kv_pages_per_layer(mapped_cells, cells_per_page)
+    rule = f"x {pages:,} pages x {page_bytes:,} B; {cells_per_page:,} cells of {cell_bytes:,} B a page"
+    entries = [always(Owner.KV, "trunk", trunk * pages * page_bytes, f"{trunk} attention layers {rule}")]
+    if len(layers) > trunk:
+        entries.append(always(Owner.KV, "draft block", pages * page_bytes, f"1 attention layer {rule}"))
+    for ratio, count in sizes.sparse_ratios(with_draft):
+        keys = count * index_key_bytes(g, ratio, cells)
+        rule = f"{count} sparse layers x ({cells:,} cells / {ratio} + 1) x {g.index_dim} x 4 B"
+        entries.append(always(Owner.INDEX_KEYS, f"blocks of {ratio}", keys, rule))
+    return tuple(entries)
+
+
+def _buffer_entries(
+    sizes: ModelSizes, with_draft: bool, cells: Cells, chunk_tokens: int, window_tokens: int, all_logits: bool
+) -> tuple[Entry, ...]:
+    prompt = prompt_buffers(sizes, chunk_tokens, cells, with_draft=with_draft, all_logits=all_logits)
+    return prompt + decode_buffers(sizes, window_tokens, cells, with_draft=with_draft)
+
+
+@lru_cache(maxsize=4096)
+def _grown_bytes(
+    sizes: ModelSizes, with_draft: bool, page_bytes: int, cells: Cells, chunk_tokens: int, window_tokens: int,
+    all_logits: bool,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Return the bytes of each phase that context and chunk take together."""
+    context = _context_entries(
+        sizes, with_draft, cells.context_cells, cells.context_cells, page_bytes, cells.cells_per_page, cells.cell_bytes
+    )
+    buffers = _buffer_entries(sizes, with_draft, cells, chunk_tokens, window_tokens, all_logits)
+    return phase_totals((*context, *buffers))
+
+
 def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
     """Work out all that does not depend on context, chunk and slots. `request` has passed `check_request`."""
     g = sizes.geometry
@@ -335,8 +388,7 @@ def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
     cell = sum(cell_bytes(request.kv_type, g.num_kv_heads, g.head_dim))
     blobs = sizes.blobs[: sizes.blocks(with_draft)]
     if request.page_bytes is None:
-        value = layout.choose_page_bytes(blobs, cell, sizes.block_cells)
-        waste = 100 * layout.slot_waste_frac(blobs, value)
+        value, waste = _auto_page(blobs, cell, sizes.block_cells)
         reason = f"largest power of two up to 64 KiB that wastes < 3 % of the slots ({waste:.2f} %)"
         if waste >= 100 * layout.MAX_SLOT_WASTE_FRAC:
             reason = f"none wastes < 3 % of the slots; this one wastes least ({waste:.2f} %)"
@@ -351,6 +403,8 @@ def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
             f" {page_choice.value:,} bytes does not hold one block of {sizes.block_cells} cells of {cell:,} bytes; it"
             f" needs {needed:,}. Set engine.page_kib={-(-needed // layout.KIB)} or more"
         )
+    pages = _pages(blobs, page_choice.value)
+    fixed = (*_reserve_entries(request), *_model_entries(sizes, with_draft, request.moving))
     return Frame(
         sizes=sizes,
         request=request,
@@ -358,22 +412,41 @@ def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
         page_choice=page_choice,
         cell_bytes=cell,
         cells_per_page=per_page,
-        pages=tuple(layout.pages_per_expert(blob, page_choice.value) for blob in blobs),
+        pages=pages,
+        most_pages=max(pages),
         limits=request.limits(),
-        fixed=_fixed_entries(sizes, request, with_draft),
+        fixed=fixed,
+        fixed_bytes={memory: phase_totals(fixed, (memory,)) for memory in Memory},
     )
 
 
-def _fixed_entries(sizes: ModelSizes, request: PlanRequest, with_draft: bool) -> tuple[Entry, ...]:
+@lru_cache(maxsize=64)
+def _auto_page(blobs: tuple[int, ...], cell: int, block_cells: int) -> tuple[int, float]:
+    """Return the page size in bytes that auto takes and the percentage of the slots that it wastes."""
+    value = layout.choose_page_bytes(blobs, cell, block_cells)
+    return value, 100 * layout.slot_waste_frac(blobs, value)
+
+
+@lru_cache(maxsize=64)
+def _pages(blobs: tuple[int, ...], page_bytes: int) -> tuple[int, ...]:
+    return tuple(layout.pages_per_expert(blob, page_bytes) for blob in blobs)
+
+
+def _reserve_entries(request: PlanRequest) -> tuple[Entry, ...]:
+    if request.device_budget_bytes is None:
+        return ()
+    rule = "left to the desktop and other programs"
+    return (always(Owner.RESERVE, "reserve", request.reserve_bytes, rule, origin=request.reserve_origin),)
+
+
+@lru_cache(maxsize=32)
+def _model_entries(sizes: ModelSizes, with_draft: bool, moving: MovingMemory) -> tuple[Entry, ...]:
+    """Return weights, states, the bank and what parking takes. Cached: they are the same for many requests."""
     g, entries = sizes.geometry, []
-    if request.device_budget_bytes is not None:
-        rule = "left to the desktop and other programs"
-        entries.append(always(Owner.RESERVE, "reserve", request.reserve_bytes, rule, origin=request.reserve_origin))
     stored = "as stored; vectors and convolution kernels as float32"
     entries.append(always(Owner.DENSE, "trunk", sizes.dense_bytes, stored))
     entries.append(always(Owner.EMBEDDING, "rows", sizes.embedding_bytes, "token_embd as stored"))
     head = "output as stored" if sizes.head_bytes else "0: the head uses the embedding"
-    moving = request.moving
     if moving.head_alias:
         rule = f"{head}; unloaded while a prompt is read"
         entries.append(_but_not(Phase.PREFILL, Owner.HEAD, "rows", sizes.head_bytes, rule))

@@ -6,7 +6,7 @@ nothing (``plan.py`` does) and measures nothing. All sizes are integer bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -222,9 +222,14 @@ class Shortfall:
 def worst_shortfall(entries: Iterable[Entry], limits: Sequence[Limit]) -> Shortfall | None:
     """Return the largest excess over any limit, or None if the entries fit all of them."""
     entries = tuple(entries)
+    return worst_excess({memory: phase_totals(entries, (memory,)) for memory in Memory}, limits)
+
+
+def worst_excess(by_memory: Mapping[Memory, tuple[int, int, int, int]], limits: Sequence[Limit]) -> Shortfall | None:
+    """Return the largest excess over any limit, or None. by_memory: the bytes of each phase."""
     found: list[Shortfall] = []
     for limit in limits:
-        totals = phase_totals(entries, limit.memories)
+        totals = [sum(phase) for phase in zip(*(by_memory[memory] for memory in limit.memories))]
         worst = max(totals)
         if worst > limit.budget_bytes:
             found.append(Shortfall(limit, PHASES[totals.index(worst)], worst))

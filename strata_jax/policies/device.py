@@ -81,7 +81,6 @@ def device_stack(
     rows = 2 * plan.spec_window  # a window and the drafts after it
     parameters = PolicyParameters(
         alias_min_fresh_tokens=settings.alias_min_fresh_tokens or 0,
-        alias_spill=False,
         grow_anywhere=True,
         page_bytes=plan.page_bytes,
         keep_restorable=settings.keep_restorable,

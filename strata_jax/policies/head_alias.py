@@ -114,9 +114,8 @@ class HeadAlias(Policy):
 
 
 def can_spill(ctx: PolicyContext) -> bool:
-    """Whether the driver lets allocations exceed device memory and moves others out to RAM (WDDM does)."""
-    given = ctx.parameters.alias_spill
-    return ctx.plan.card.os == "windows" if given is None else given
+    """Whether the driver lets allocations exceed device memory and moves others out to RAM, as the plan assumes."""
+    return ctx.plan.request.spills_on(ctx.plan.card)
 
 
 def check_head_address(compat: Compat, bound: int, loaded: int) -> None:

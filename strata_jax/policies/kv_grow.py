@@ -105,9 +105,11 @@ def ensure(ctx: PolicyContext, state: MemoryState, cells: int, conversation: str
     short = new * ctx.granule_bytes - ctx.spendable_bytes(step.state)
     if new and short > 0:
         raise DoesNotFit(
-            f"K/V of {target:,} cells needs {need * ctx.granule_bytes / MIB:,.0f} MiB more; the slots above the floor"
-            f" of {grow.floor_slots:,} and free memory give {short / MIB:,.0f} MiB less; {state.kv_mapped_cells:,}"
-            " cells are mapped; shorten the request, or set a smaller kv.grow.floor_slots",
+            f"elastic K/V cannot map {target:,} cells: {short / MIB:,.0f} MiB are missing. They need"
+            f" {need * ctx.granule_bytes / MIB:,.0f} MiB beyond the {state.kv_mapped_cells:,} cells that are mapped;"
+            f" the slots above the floor of {grow.floor_slots:,} and free memory have"
+            f" {(need * ctx.granule_bytes - short) / MIB:,.0f} MiB. Shorten the request, or set a smaller"
+            " kv.grow.floor_slots",
             shortfall_bytes=short,
         )
     return step.then(_map_cells(ctx, step.state, target, from_spare, new, conversation, why, state.slots.given))

@@ -57,7 +57,6 @@ class PolicyParameters:
     Attributes:
         alias_min_fresh_tokens: reads with fewer fresh tokens leave the head where it is; 0: every read unloads it, as
             in the original.
-        alias_spill: whether the head may be loaded beyond the card's memory; None: as the operating system lets it.
         grow_anywhere: the K/V takes the coldest slots wherever they lie (its pages are table entries); False: just
             under the loan, in whole chunks, as the original; None: `policy_stack` decides.
         page_bytes: unit in which slots pay anywhere.
@@ -68,7 +67,6 @@ class PolicyParameters:
     """
 
     alias_min_fresh_tokens: int = 0
-    alias_spill: bool | None = None
     grow_anywhere: bool | None = None
     page_bytes: int = PAGE_BYTES
     read_grid: tuple[int, ...] = ()

@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from strata_jax.memory.strata.borrow import lend_pct
+from strata_jax.memory.strata.cache import MIN_KEPT_SLOTS
 from strata_jax.policies.adaptive import land
 from strata_jax.policies.moves import Move, MoveKind
 from strata_jax.policies.policy import CHUNK_GRID_TOKENS, Policy, PolicyContext, refit_chunk
@@ -18,9 +20,6 @@ from strata_jax.policies.residency import hottest_that_fit
 from strata_jax.policies.state import EMPTY, GIVEN, MemoryState, SlotTable, Step, with_slots
 
 MIB = 2**20
-KEPT_SLOTS = 128
-LEND_PCT_PINNED, LEND_PCT_UNPINNED = 90, 85
-PIN_THRESHOLD = 0.9
 
 
 class VramElastic(Policy):
@@ -73,7 +72,7 @@ def can_give(ctx: PolicyContext, state: MemoryState) -> bool:
     present = int(np.searchsorted(slots.offset_bytes, kept, side="right")) - 1
     if np.any(slots.occupant[present : slots.num_present] == GIVEN) or present < slots.low < slots.top:
         return False
-    base = slots.top if slots.low < slots.top else KEPT_SLOTS
+    base = slots.top if slots.low < slots.top else MIN_KEPT_SLOTS
     if not ctx.plan.prompt.lent_slots:
         return present >= max(1, base if slots.low < slots.top else 1)
     loan = replace(slots, end=present).loan_first(ctx.buffer_bytes(CHUNK_GRID_TOKENS))
@@ -96,10 +95,12 @@ def relend(ctx: PolicyContext, state: MemoryState) -> MemoryState:
         return replace(
             with_slots(state, low=prompt.first_lent, top=prompt.first_lent), chunk_tokens=prompt.chunk_tokens
         )
-    pinned = LEND_PCT_PINNED if ctx.plan.card.pinned_share >= PIN_THRESHOLD else LEND_PCT_UNPINNED
-    pct = ctx.plan.request.lend_pct or pinned
-    least = min(max(KEPT_SLOTS, present - present * pct // 100), prompt.first_lent, present)
-    fitted = refit_chunk(ctx, state, least) or state
+    pct = lend_pct(ctx.plan.request, ctx.plan.card)
+    least = min(max(MIN_KEPT_SLOTS, present - present * pct // 100), prompt.first_lent, present)
+    fitted = refit_chunk(ctx, state, least)
+    if fitted is None:  # a loan larger than the share: what `can_give` kept for it
+        least = min(MIN_KEPT_SLOTS, prompt.first_lent, present)
+        fitted = refit_chunk(ctx, state, least) or state
     own = prompt.own_bytes if prompt.layout == "hybrid" else 0
     first = slots.loan_first(max(0, ctx.buffer_bytes(fitted.chunk_tokens) - own))
     top = least if first is None else max(least, min(first, present))

@@ -13,6 +13,8 @@ PANEL_INCHES = (5.6, 3.6)
 # distinguishable with the common colour deficiencies (after Okabe and Ito), then two more
 LINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#555555")
 
+UNCALIBRATED = " (uncalibrated)"  # behind the name of a card without a fit, in every picture
+
 
 @dataclass(frozen=True, slots=True)
 class OwnerGroup:

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from strata_jax.errors import ConfigError, DoesNotFit, StrataError
+from strata_jax.memory.ledger import MIB
 from strata_jax.report.plain import plain
 from strata_jax.report.tables import format_value
 
@@ -25,6 +26,7 @@ except ImportError:  # Windows: parallel jobs of one sweep could lose a line of 
     fcntl = None  # type: ignore[assignment]
 
 ROWS_FILE, CSV_FILE, MARKDOWN_FILE, LOCK_FILE = "sweep.jsonl", "sweep.csv", "sweep.md", ".sweep.lock"
+RUNNING_FILE = ".sweep.running"  # locked from the first job of a sweep to its last
 PICTURES = "sweep_*.svg"
 DIRECTORY_VARIABLE = "STRATA_SWEEP_DIR"  # how Hydra's callback tells run.py where the sweep is
 
@@ -71,6 +73,24 @@ def status_of(error: BaseException | None) -> Status:
     return Status.REFUSED if isinstance(error, StrataError) else Status.FAILED
 
 
+def hold_sweep(directory: Path) -> TextIO:
+    """Make the directory of a sweep and take it for this process until the returned file is closed.
+
+    Raises ConfigError if another sweep has it: both would write the same tables.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    stream = (directory / RUNNING_FILE).open("w", encoding="utf-8")
+    if fcntl is not None:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.close()
+            raise ConfigError(
+                f"hydra.sweep.dir={directory}: another sweep is running there. Wait for it, or choose another one."
+            ) from None
+    return stream
+
+
 def start_table(directory: Path, *, resume: bool) -> None:
     """Make the directory of a sweep; without `resume` the table of an earlier sweep there is removed."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -99,10 +119,14 @@ def make_row(
 ) -> dict[str, Any]:
     """Return a row: the settings, what summary.json and plan.json say, how it ended."""
     extra = summary.get("extra") or {}
+    if "calibrated" in plan:
+        extra = {"calibrated": plan["calibrated"]} | extra
     values = {name: summary.get(name) for name in SUMMARY_COLUMNS}
     values |= {name: value for name, value in extra.items() if isinstance(value, int | float | str | bool)}
     values |= {name: _inside(plan, keys) for name, keys in PLAN_COLUMNS.items()}
     status = status_of(error)
+    if status is Status.UNFIT and not values["shortfall_mib"]:  # the plan fits, and a request does not
+        values["shortfall_mib"] = (getattr(error, "shortfall_bytes", 0) / MIB) or None
     return {
         "job": job,
         "status": status.value,
@@ -178,9 +202,14 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as a Markdown table; the whole reasons of jobs that did not finish stand below it."""
+    """Return the rows as a Markdown table; the whole reasons of jobs that did not finish stand below it.
+
+    Where a card has no fit, a column says which rows are calibrated.
+    """
     overrides, values = columns_of(rows)
     shown = [name for name in values if name in SUMMARY_COLUMNS or name in PLAN_COLUMNS]
+    if any(is_uncalibrated(row["values"]) for row in rows):
+        shown.append("calibrated")
     heads = ["job", "status", *overrides, *shown]
     lines = ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
     for row in rows:
@@ -211,7 +240,12 @@ def short_result(row: Mapping[str, Any]) -> str:
         )
         if row["values"].get(name) is not None
     ]
-    return ", ".join([row["status"], *parts])
+    return ", ".join([row["status"], *parts, *(["uncalibrated"] if is_uncalibrated(row["values"]) else [])])
+
+
+def is_uncalibrated(values: Mapping[str, Any]) -> bool:
+    """Say whether a row was simulated for a card without a fit; false where nothing was simulated."""
+    return values.get("calibrated") is False
 
 
 def kept_job(directory: Path, settings: Any) -> bool:

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strata_jax.report.style import LINE_COLOURS, new_figure, save
+from strata_jax.report.style import LINE_COLOURS, UNCALIBRATED, new_figure, save
+from strata_jax.report.sweep import is_uncalibrated
 
 MAX_LINES = 8  # more lines in one picture cannot be told apart
+MAX_HEADING = 130  # letters
+MAX_TICK_LETTERS = 36  # names side by side under an axis; more of them are turned
 MEASURES: Mapping[str, str] = {
     "prompt_tok_s": "prompt, tok/s",
     "decode_tok_s": "decode, tok/s",
@@ -42,10 +45,12 @@ def draw_sweep(
     """Draw one picture for every setting that varies and for the chosen chunk and slots; return their paths.
 
     Args:
-        rows: of the sweep's table; those without a speed are left out.
+        rows: of the sweep's table; where none has a speed, nothing is drawn. Those without are crosses on the axis.
         measures: what the panels show. name: what the files' names begin with.
     """
-    points = [Point(row["overrides"], row["values"]) for row in rows if any(_has(row["values"], m) for m in measures)]
+    points = [Point(_marked(row), row["values"]) for row in rows]
+    if not any(_has(point.values, measure) for point in points for measure in measures):
+        return []
     varying = varying_settings(points)
     paths = []
     for key in varying:
@@ -79,6 +84,29 @@ def group_points(points: Sequence[Point], others: Sequence[str]) -> dict[str, li
     return groups
 
 
+def _marked(row: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of a row, with a mark behind a card that has no fit."""
+    mark = UNCALIBRATED if is_uncalibrated(row["values"]) else ""
+    return {
+        key: value + mark if key in ("hardware", "hardware.name") else value for key, value in row["overrides"].items()
+    }
+
+
+def _heading(figure: Any, points: Sequence[Point]) -> None:
+    """Say above the panels what all points have in common."""
+    names = dict.fromkeys(name for point in points for name in point.settings)
+    common = [
+        f"{name}={value}"
+        for name in names
+        if len(found := {point.settings.get(name) for point in points}) == 1 and (value := next(iter(found)))
+    ]
+    lost = any(not point.values.get("decode_tok_s") and not point.values.get("prompt_tok_s") for point in points)
+    text = ", ".join([*common, *(["x: no result"] if lost else [])])
+    text = text if len(text) <= MAX_HEADING else text[: MAX_HEADING - 3] + "..."
+    if text:
+        figure.suptitle(text, x=0.01, ha="left", size=9)
+
+
 def _draw_lines(
     points: Sequence[Point], key: str, label: str, others: Sequence[str], measures: Sequence[str], path: Path
 ) -> None:
@@ -104,10 +132,13 @@ def _draw_lines(
                 xs, [statistics.median(at[x]) for x in xs], "o-", ms=4, color=colour, label=name or None,
                 lw=1.6 + 0.8 * (len(groups) - 1 - idx),  # lines that coincide stay visible
             )  # fmt: skip
+            if not crowded:
+                _crosses(axis, [_number(p.settings[key]) for p in group if not _has(p.values, measure)], colour)
         _finish(axis, label, MEASURES.get(measure, measure))
     if crowded:
         axes[0].set_title("median and range over the other settings", fontsize=9, loc="left", color="#555555")
     _legend(figure, axes[0], groups)
+    _heading(figure, points)
     save(figure, path)
 
 
@@ -115,6 +146,7 @@ def _draw_bars(points: Sequence[Point], key: str, others: Sequence[str], measure
     """Bars for a setting that is no number; with more lines than can be told apart, the range over them as a stroke."""
     figure, axes = new_figure(len(measures))
     names = list(dict.fromkeys(str(point.settings.get(key, "")) for point in points))
+    crowded = sum(map(len, names)) > MAX_TICK_LETTERS
     groups = group_points(points, others)
     for axis, measure in zip(axes, measures, strict=True):
         if len(groups) > MAX_LINES:
@@ -131,11 +163,12 @@ def _draw_bars(points: Sequence[Point], key: str, others: Sequence[str], measure
                 value_of = {str(p.settings.get(key, "")): p.values[measure] for p in group if _has(p.values, measure)}
                 places = [names.index(name) + (idx - (len(groups) - 1) / 2) * width for name in value_of]
                 axis.bar(places, list(value_of.values()), width * 0.92, color=LINE_COLOURS[idx], label=label or None)
-        axis.set_xticks(
-            range(len(names)), names, rotation=20 if len(names) > 4 else 0, ha="right" if len(names) > 4 else "center"
-        )
+                lost = [names.index(str(p.settings.get(key, ""))) for p in group if not _has(p.values, measure)]
+                _crosses(axis, [at + (idx - (len(groups) - 1) / 2) * width for at in lost], LINE_COLOURS[idx])
+        axis.set_xticks(range(len(names)), names, rotation=20 if crowded else 0, ha="right" if crowded else "center")
         _finish(axis, key, MEASURES.get(measure, measure))
     _legend(figure, axes[0], groups)
+    _heading(figure, points)
     save(figure, path)
 
 
@@ -158,7 +191,14 @@ def _draw_scatter(
             )  # fmt: skip
         _finish(axis, label, MEASURES.get(measure, measure))
     _legend(figure, axes[0], groups)
+    _heading(figure, points)
     save(figure, path)
+
+
+def _crosses(axis: Any, places: Sequence[float | None], colour: str) -> None:
+    """Mark on the axis the settings without a result."""
+    if places:
+        axis.plot(places, [0.0] * len(places), "x", ms=6, mew=1.5, color=colour, clip_on=False, zorder=3)
 
 
 def _words(points: Sequence[Point], names: Sequence[str]) -> list[str]:

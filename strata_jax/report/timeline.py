@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from strata_jax.memory.ledger import MIB, Memory, Owner, Phase
-from strata_jax.report.style import OWNER_GROUPS, save
+from strata_jax.report.style import OWNER_GROUPS, UNCALIBRATED, save
 
 PICTURE = "memory.svg"
 GIB = 1024 * MIB
@@ -185,7 +185,7 @@ def _title(plan: Mapping[str, Any]) -> str:
     parts = [str(plan[key]) for key in ("model", "memory_model") if plan.get(key)]
     card = plan.get("card")
     if isinstance(card, Mapping) and card.get("name"):
-        parts.insert(0, str(card["name"]))
+        parts.insert(0, str(card["name"]) + (UNCALIBRATED if plan.get("calibrated") is False else ""))
     return "Who owned the device memory" + (f": {', '.join(parts)}" if parts else "")
 
 

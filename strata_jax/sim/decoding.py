@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from strata_jax.memory.strata.request import ExpertTier
+from strata_jax.memory.strata.request import ExpertTier, StrataRequest
 from strata_jax.policies.adaptive import AdaptiveSlots
 from strata_jax.policies.moves import Move, MoveKind
 from strata_jax.policies.state import MemoryState
 from strata_jax.sim.acceptance import NO_DRAFTS, RoundMix
 from strata_jax.sim.decode_cost import RoundFacts, round_cost
-from strata_jax.sim.machine import MIB, Journal, Machine
+from strata_jax.sim.machine import MIB, Journal, Machine, SimOptions
 from strata_jax.sim.move_times import time_of
 from strata_jax.sim.popularity import Residency
 from strata_jax.sim.requests import SimRequest
@@ -85,17 +85,19 @@ def average_round(machine: Machine, state: MemoryState, held: Residency, mix: Ro
     return AverageRound(ms, pcie, cpu)
 
 
+def round_mix(settings: StrataRequest, request: SimRequest, options: SimOptions) -> RoundMix:
+    """Return the windows that a request's rounds are made of."""
+    drafts = request.drafts and settings.mtp and settings.spec_window > 1
+    return options.drafts.rounds(settings.spec_window, options.spec_min_p) if drafts else NO_DRAFTS
+
+
 class Decoder:
     """Decodes one request's output. `factor` multiplies its times (noise)."""
 
     def __init__(self, machine: Machine, journal: Journal, request: SimRequest, factor: float) -> None:
         self.machine, self.journal, self.request, self.factor = machine, journal, request, factor
         self.tally = DecodeTally()
-        settings = machine.plan.request
-        drafts = request.drafts and settings.mtp and settings.spec_window > 1
-        self.mix = (
-            machine.options.drafts.rounds(settings.spec_window, machine.options.spec_min_p) if drafts else NO_DRAFTS
-        )
+        self.mix = round_mix(machine.plan.request, request, machine.options)
 
     def decode(self, state: MemoryState) -> MemoryState:
         """Decode all output tokens: a first window of one row, then rounds with drafts."""

@@ -104,7 +104,7 @@ class Machine:
         """Return what a pass over all weights pays for memory that the system has moved out; 0 unless asked for."""
         if not self.options.spill:
             return 0.0
-        return spill_ms(self.profile, spill_bytes(self.plan.card.os, state.free_bytes))
+        return spill_ms(self.profile, spill_bytes(self.plan.request.spills_on(self.plan.card), state.free_bytes))
 
 
 def experts_in_ram(plan: StrataPlan, sizes: PackSizes) -> NDArray[np.bool_]:

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strata_jax.config.contradictions import VRAM_RESERVE_MIB
 from strata_jax.config.schema import RunConfig
 from strata_jax.errors import ConfigError, DoesNotFit, StrataError
 from strata_jax.memory.ledger import Ledger, Memory, Phase
+from strata_jax.memory.strata.request import StrataRequest
 from strata_jax.memory.strata.result import StrataPlan
 from strata_jax.memory.strata.unfit import StrataUnfit
 from strata_jax.policies.stack import PolicyStack
@@ -132,13 +134,17 @@ class Search:
         return next((c for c in self.candidates if dict(c.settings) == dict(settings)), None)
 
     def error(self) -> StrataError:
-        """Return why nothing can be chosen: the plain candidate's reason and how many others failed."""
-        reason = self.plain.error
-        count = len(self.candidates)
-        text = f"policy=auto: none of {count} candidates can run this workload; {self.plain.label}: {reason}"
-        if isinstance(reason, DoesNotFit):
-            return DoesNotFit(text, shortfall_bytes=reason.shortfall_bytes)
-        return ConfigError(text)
+        """Return why nothing can be chosen: the candidate that is short of least, and the plain one's reason."""
+        text = f"policy=auto: none of {len(self.candidates)} candidates can run this workload."
+        short = [c for c in self.candidates if isinstance(c.error, DoesNotFit)]
+        nearest = min(short, key=lambda c: _shortfall_bytes(c.error), default=None)
+        if nearest is None:
+            return ConfigError(f"{text} {self.plain.label}: {self.plain.error}")
+        if nearest is not self.plain:
+            text = f"{text} The nearest, {nearest.label}: {str(nearest.error).rstrip('.')}."
+        return DoesNotFit(
+            f"{text} {self.plain.label}: {self.plain.error}", shortfall_bytes=_shortfall_bytes(nearest.error)
+        )
 
 
 def search_policies(config: RunConfig) -> Search:
@@ -165,6 +171,10 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
 def total_ms(candidate: Candidate) -> float:
     """Return a candidate's time for the workload; infinite if it cannot run."""
     return candidate.facts.total_ms if candidate.facts is not None else float("inf")
+
+
+def _shortfall_bytes(error: StrataError | None) -> int:
+    return error.shortfall_bytes if isinstance(error, DoesNotFit) else 0
 
 
 def keeps_reserve(candidate: Candidate) -> bool:
@@ -267,9 +277,14 @@ def facts_of(plan: StrataPlan, done: SimRun) -> Facts:
         own_mib=plan.prompt.own_bytes / MIB,
         kv_start_cells=plan.kv_mapped_cells,
         free_mib=free,
-        reserve_mib=max(0.0, plan.request.reserve_mib - plan.card.late_bytes / MIB - OPEN_SLACK_MIB),
+        reserve_mib=max(0.0, _asked_mib(plan.request) - plan.card.late_bytes / MIB - OPEN_SLACK_MIB),
         warnings=done.warnings,
     )
+
+
+def _asked_mib(request: StrataRequest) -> int:
+    """Return the reserve that a user has in mind: as given, or the default without what a lent head adds to it."""
+    return request.reserve_mib if request.reserve_given else min(request.reserve_mib, VRAM_RESERVE_MIB)
 
 
 def _key(plan: StrataPlan, stack: PolicyStack) -> Any:

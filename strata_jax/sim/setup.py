@@ -22,7 +22,7 @@ from strata_jax.memory.plan import plan as plan_xla
 from strata_jax.memory.request import PlanRequest
 from strata_jax.memory.strata.from_memory_plan import from_memory_plan
 from strata_jax.memory.strata.plan import try_plan_strata
-from strata_jax.memory.strata.request import Card, ExpertTier, GrowSettings, StrataRequest, Version
+from strata_jax.memory.strata.request import Card, ExpertTier, GrowSettings, StrataRequest, Version, pages_memory
 from strata_jax.memory.strata.result import StrataPlan
 from strata_jax.memory.strata.sizes import PackSizes, pack_sizes
 from strata_jax.memory.strata.unfit import StrataUnfit
@@ -33,6 +33,7 @@ from strata_jax.policies.stack import PolicyStack, policy_stack
 from strata_jax.presets import preset_geometry
 from strata_jax.sim.compat import allowed_request
 from strata_jax.sim.executor import CONTEXT_SLACK
+from strata_jax.sim.longest import LongestRequest
 from strata_jax.sim.machine import SimOptions
 from strata_jax.sim.prefill_cost import head_load_ms, relayout_ms
 from strata_jax.sim.profile import Profile, load_profile, profile_for_gpu, read_profile
@@ -42,6 +43,7 @@ from strata_jax.sim.trace import read_routing_trace
 from strata_jax.sim.workload import sim_requests
 from strata_jax.synthetic import builtin_model_path
 
+SPARE_CELLS = 8  # of the K/V, beyond prompt and output (planning notes 3.2)
 ALIAS_SPARE_MIB = 512  # planning notes 6.2
 AUTO_CHUNK_MAX_TOKENS = 8_192  # what `auto` tries at most (planning notes 2.6)
 # RAM beyond the experts from which a whole copy of them is kept (planning notes 2.8, setup's rule)
@@ -86,14 +88,70 @@ def sim_inputs(config: RunConfig, requests: tuple[SimRequest, ...] | None = None
     requests = requests_of(config) if requests is None else requests
     asked = strata_request(config, geometry, sizes, card)
     needed = max((request.prompt_tokens + request.output_tokens for request in requests), default=0)
+    _check_context(asked.context_cells, needed, geometry.context_length)
     request, notes = allowed_request(config, asked, num_layers=geometry.num_layers, needed_cells=needed)
+    notes = (*notes, *_reserve_note(config, sizes, card), *_replaced(config, request))
     return SimInputs(geometry, sizes, profile, card, request, requests, notes)
 
 
+def _returning_head_bytes(config: RunConfig, sizes: PackSizes, card: Card) -> int:
+    """Return the bytes of a lent head that come back into the reserve; 0 where the driver pages, or upstream decides.
+
+    The original plans as if the head took nothing, and buffers inside the head's own bytes leave the reserve whole.
+    """
+    policy = config.policy
+    natively = has_strata_memory(config) and policy.compat is Compat.native
+    pages = pages_memory(card, _switch(policy.head_alias.spill))
+    if not natively or policy.head_alias.enabled is not True or policy.head_alias.inside_head is True or pages:
+        return 0
+    return sizes.head_bytes
+
+
+def _reserve_note(config: RunConfig, sizes: PackSizes, card: Card) -> list[str]:
+    head_bytes = _returning_head_bytes(config, sizes, card)
+    if not head_bytes or config.hardware.vram_reserve_mib != AUTO:
+        return []
+    return [
+        f"hardware.vram_reserve_mib=auto is {reserve_mib(config, returning_head_bytes=head_bytes):,} MiB: the lent head"
+        f" ({head_bytes / MIB:,.0f} MiB) comes back into it to decode, and nothing pages device memory"
+    ]
+
+
+def _replaced(config: RunConfig, request: StrataRequest) -> list[str]:
+    """Return a line for every given number that the original reads as another one."""
+    if not has_strata_memory(config):
+        return []
+    lines = []
+    if config.cache.slots == 0:
+        lines.append("cache.slots=0 counts as auto, as in the original with a profile")
+    if request.kv_streamed and request.resident_cells != config.kv.resident_cells:
+        lines.append(f"kv.resident_cells={config.kv.resident_cells} became {request.resident_cells}, the least")
+    if request.grow.enabled and request.grow.init_cells > request.context_cells:
+        lines.append(f"kv.grow.init_cells={request.grow.init_cells} is more than the window: all of it is mapped")
+    return lines
+
+
+def _check_context(cells: int, needed: int, longest: int) -> None:
+    """Raise ConfigError, with numbers, where a request is longer than the K/V. needed: prompt and output."""
+    if needed + SPARE_CELLS <= cells:
+        return
+    wider = f", or set model.max_context={needed + SPARE_CELLS}" if needed + SPARE_CELLS <= longest else ""
+    raise ConfigError(
+        f"model.max_context={cells} and the workload: its longest request has {needed:,} tokens, prompt and output,"
+        f" and needs {SPARE_CELLS} cells more. Shorten it by {needed + SPARE_CELLS - cells:,}"
+        f" (workload.prompt_tokens, workload.max_output_tokens){wider}; the model takes {longest:,} at most"
+    )
+
+
 def plan_or_unfit(config: RunConfig, inputs: SimInputs) -> StrataPlan | StrataUnfit:
-    """Plan the memory with the chosen memory model. Raises DoesNotFit itself where the model is xla."""
+    """Plan the memory with the chosen memory model, for requests as long as the longest that will come.
+
+    Raises DoesNotFit itself where the model is xla.
+    """
     if has_strata_memory(config):
-        return try_plan_strata(inputs.sizes, inputs.card, inputs.request)
+        compat, parameters = PolicyCompat(config.policy.compat.value), policy_parameters(config)
+        check = LongestRequest(inputs.sizes, compat, parameters, sim_options(config), inputs.requests)
+        return try_plan_strata(inputs.sizes, inputs.card, inputs.request, check=check)
     made = plan_xla(inputs.geometry, _xla_request(config, inputs))
     return from_memory_plan(inputs.geometry, inputs.sizes, made, inputs.card)
 
@@ -173,6 +231,7 @@ def strata_request(config: RunConfig, geometry: Geometry, sizes: PackSizes, card
     upstream = policy.compat is Compat.upstream
     own = prefill.own.name if policy.prefill_own.enabled is True else "off"
     elastic = policy.vram_elastic.enabled is True or config.upstream.vram_elastic
+    reserve = reserve_mib(config, returning_head_bytes=_returning_head_bytes(config, sizes, card))
     return StrataRequest(
         version=Version(config.memory_model.name.value) if has_strata_memory(config) else Version.V0_1_43,
         context_cells=geometry.context_length if config.model.max_context == AUTO else int(config.model.max_context),
@@ -183,13 +242,13 @@ def strata_request(config: RunConfig, geometry: Geometry, sizes: PackSizes, card
         cache_per_layer=cache.per_layer,
         chunk_tokens=_integer(prefill.chunk),
         chunk_auto_max=_at_most(prefill.chunk) or AUTO_CHUNK_MAX_TOKENS,
-        reserve_mib=reserve_mib(config),
+        reserve_mib=reserve,
         reserve_given=config.hardware.vram_reserve_mib != AUTO,
         borrow=prefill.borrow is True or prefill.borrow == AUTO,
         own=own,
         decide_at=policy.prefill_own.decide_at.name,
         head_alias=bool(policy.head_alias.enabled),
-        alias_spare_mib=_alias_spare_mib(config),
+        alias_spare_mib=_alias_spare_mib(config, reserve),
         alias_inside_head=bool(policy.head_alias.inside_head),
         alias_beyond=not upstream if policy.head_alias.large_chunks == AUTO else bool(policy.head_alias.large_chunks),
         grow=GrowSettings(
@@ -220,6 +279,7 @@ def strata_request(config: RunConfig, geometry: Geometry, sizes: PackSizes, card
         conversation_mib=_integer(config.conversation.budget_mib) or 0,
         conversation_slots=config.conversation.slots,
         conversation_min_free_mib=config.conversation.min_free_mib,
+        spill=_switch(policy.head_alias.spill),
     )
 
 
@@ -229,7 +289,6 @@ def policy_parameters(config: RunConfig) -> PolicyParameters:
     adaptive = config.cache.replacement is Replacement.adaptive
     return PolicyParameters(
         alias_min_fresh_tokens=_integer(alias.min_fresh_tokens) or 0,
-        alias_spill=_switch(alias.spill),
         grow_anywhere=_switch(grow.anywhere),
         keep_restorable=grow.keep_restorable,
         request_margin_cells=grow.request_margin_cells,
@@ -318,12 +377,12 @@ def _tier(config: RunConfig, sizes: PackSizes, card: Card) -> ExpertTier:
     return ExpertTier.ARENA if available >= needed else ExpertTier.RESIDENT
 
 
-def _alias_spare_mib(config: RunConfig) -> int:
+def _alias_spare_mib(config: RunConfig, reserve: int) -> int:
     """The original leaves 512 MiB beside hybrid buffers, whatever the reserve; natively the reserve is kept."""
     given = _integer(config.policy.head_alias.spare_mib)
     if given is not None:
         return given
-    return ALIAS_SPARE_MIB if config.policy.compat is Compat.upstream else reserve_mib(config)
+    return ALIAS_SPARE_MIB if config.policy.compat is Compat.upstream else reserve
 
 
 def _integer(value: int | str) -> int | None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import planner_models
 import pytest
@@ -16,11 +17,12 @@ from strata_jax.errors import ConfigError
 from strata_jax.geometry import Geometry
 from strata_jax.kv_types import KV_TYPES
 from strata_jax.memory import layout
-from strata_jax.memory.candidate import make_frame
-from strata_jax.memory.ledger import MIB, PHASES, Memory, Origin, Owner, Phase
+from strata_jax.memory.candidate import Frame, make_frame
+from strata_jax.memory.ledger import MIB, PHASES, Entry, Memory, Origin, Owner, Phase, phase_totals
 from strata_jax.memory.plan import MemoryPlan, auto_chunks, plan, try_plan
 from strata_jax.memory.request import Choice, PlanRequest
 from strata_jax.memory.sizes import model_sizes
+from strata_jax.memory.unfit import Unfit
 
 REAL, SMALL = planner_models.real(), planner_models.small()
 GIB = 2**30
@@ -143,6 +145,16 @@ def test_more_context_chunk_or_slots_never_take_fewer_bytes(
 
 def sum_phases(entries: tuple) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip(*(e.phase_bytes for e in entries), strict=True))
+
+
+@QUICK
+@given(request=REQUESTS, context=st.integers(1, 4000), chunk=st.integers(1, 600), slots=st.integers(0, 80))
+def test_what_searches_ask_for_is_what_the_entries_add_up_to(
+    request: PlanRequest, context: int, chunk: int, slots: int
+) -> None:
+    frame = make_frame(model_sizes(SMALL), request)
+    entries = frame.entries(context, chunk, slots)
+    assert frame.phase_bytes(context, chunk, slots) == {memory: phase_totals(entries, (memory,)) for memory in Memory}
 
 
 @QUICK
@@ -423,3 +435,16 @@ def test_many_plans_price_each_prompt_buffer_once() -> None:
     info = buffers.prompt_buffers.cache_info()
     assert info.misses <= len(auto_chunks(512, 65_536))
     assert model_sizes.cache_info().misses == 1
+
+
+def test_searches_make_no_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that does not fit asks for hundreds of candidates; it writes down the two that its message needs."""
+    made, make = [], Frame.slot_entries
+
+    def counting(frame: Frame, *candidate: Any) -> tuple[Entry, ...]:
+        made.append(candidate)
+        return make(frame, *candidate)
+
+    monkeypatch.setattr(Frame, "slot_entries", counting)
+    assert isinstance(try_plan(REAL, replace(ROOMY, expert_slots=25_000)), Unfit)
+    assert len(made) <= 3

@@ -80,6 +80,8 @@ def test_beyond_the_original_larger_chunks_are_tried_on_the_grid() -> None:
     assert tried[-4:] == (1_280, 1_024, 768, 512)
     assert set(ALIAS_CHUNKS) <= set(tried)
     assert alias_candidates(replace(STREAMED_Q4, chunk_auto_max=1_024)) == (1_024, 512)
+    for beyond in (False, True):
+        assert alias_candidates(replace(STREAMED_Q4, chunk_auto_max=300), beyond=beyond) == (300,), "never above auto:N"
     roomy = hybrid_path(pack(), PUBLISHED, STREAMED_Q4, UNPINNED, RESERVE + 200 * MIB, beyond=True)
     assert roomy.chunk_tokens == 2_560
     assert hybrid_path(pack(), PUBLISHED, STREAMED_Q4, UNPINNED, RESERVE + 200 * MIB).chunk_tokens == 2_048

@@ -112,7 +112,7 @@ def test_own_buffers_stop_at_the_cap_and_at_the_context() -> None:
 
     assert chosen() == 8_192
     assert chosen(chunk_auto_max=32_768) == 32_768
-    assert chosen(chunk_tokens=3_000) == 2_048
+    assert chosen(chunk_tokens=3_000) == 3_000, "a chunk that is given, though the list lacks it"
     assert chosen(context_cells=1_000) == 512
     assert chosen(context_cells=200) == 0
 
@@ -136,6 +136,7 @@ def test_where_auto_starts_without_a_profile_or_without_slots_to_lend() -> None:
     assert own_candidates(STREAMED_Q4)[0] == 1_024
     assert own_candidates(replace(STREAMED_Q4, borrow=False, token_graph=False))[0] == 1_024
     assert own_candidates(replace(STREAMED_Q4, chunk_tokens=768)) == (768,)
+    assert own_candidates(replace(STREAMED_Q4, borrow=False, chunk_auto_max=256)) == (256,), "auto:256 is kept"
     one_slot = own_path(pack(), SlotSizes(1, 1_715_200), STREAMED_Q4, UNPINNED, 4 * GIB)
     assert one_slot is not None
     assert one_slot.chunk_tokens == 1_024  # published: a cache of one slot reads 1,024 tokens at a time

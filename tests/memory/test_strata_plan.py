@@ -32,6 +32,7 @@ CARDS = st.builds(
     touch_bytes=st.sampled_from((0, 100 * MIB)),
     pinned_share=st.sampled_from((0.0, 1.0)),
     pinned_entry_bytes=st.sampled_from((0, 8)),
+    os=st.sampled_from(("linux", "windows")),
 )
 REQUESTS = st.builds(
     StrataRequest,
@@ -81,6 +82,7 @@ def test_no_byte_is_lost_or_owned_twice(card: Card, request: StrataRequest) -> N
     assert min(plan.free_after_start_bytes, plan.overcommit_bytes) == 0
     assert max(sums.values()) <= card.vram_bytes + plan.peak_overcommit_bytes
     assert plan.overcommit_bytes <= plan.peak_overcommit_bytes
+    assert plan.peak_overcommit_bytes == 0 or card.os == "windows"
     while_reading = plan.ledger.owner_bytes(Phase.PREFILL, Memory.DEVICE)
     assert while_reading[Owner.EXPERT_SLOTS] == plan.cache_bytes - plan.prompt.lent_bytes
     assert while_reading.get(Owner.PROMPT_BUFFERS, 0) == plan.prompt.lent_bytes + plan.prompt.own_bytes
@@ -172,15 +174,15 @@ class TestGrowth:
             ({"token_graph": False}, "token graph"),
             ({"kv_resident_cells": 32_768}, "kv.resident_cells=32768"),
             ({"profile": False}, "profile"),
-            ({"tier": ExpertTier.MMAP}, "files"),
-            ({"vram_elastic_mib": 512}, "elastic"),
+            ({"tier": ExpertTier.MMAP, "grow": replace(GROW, anywhere=False)}, "files"),
+            ({"vram_elastic_mib": 512, "grow": replace(GROW, anywhere=False)}, "elastic"),
         ],
         ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
     )
     def test_without_what_it_needs_the_whole_window_is_mapped_and_the_plan_says_so(
         self, change: dict[str, object], reason: str
     ) -> None:
-        request = replace(StrataRequest(grow=GROW), **change)  # type: ignore[arg-type]
+        request = StrataRequest(**({"grow": GROW} | change))  # type: ignore[arg-type]
         plan = planned(IQ2_XS, BIG, request)
         without = planned(IQ2_XS, BIG, replace(request, grow=GrowSettings()))
         assert plan.kv_mapped_cells == 262_144, "a prompt of 32,036 tokens writes inside the mapped cells"
@@ -188,6 +190,11 @@ class TestGrowth:
         assert plan.grow_refusal is not None
         assert reason in plan.grow_refusal
         assert plan.notes[0].startswith("K/V growth is off (")
+
+    @pytest.mark.parametrize("change", [{"tier": ExpertTier.MMAP}, {"vram_elastic_mib": 512}], ids=str)
+    def test_slots_that_pay_anywhere_grow_where_the_original_does_not(self, change: dict[str, Any]) -> None:
+        plan = planned(IQ2_XS, BIG, StrataRequest(grow=GROW, **change))
+        assert (plan.grow_refusal, plan.kv_mapped_cells) == (None, 16_384)
 
     def test_too_few_slots_to_take_from_map_the_whole_window(self) -> None:
         request = StrataRequest(context_cells=131_072, kv_type="q4_0", grow=GROW, expert_cache=100)
@@ -279,6 +286,15 @@ class TestOwnBuffers:
         assert "prefill.own=on" in found.given
         assert "prefill.own=auto" in found.alternatives
 
+    @pytest.mark.parametrize("chunk", [1_000, 3_000, 24_576])
+    def test_a_given_chunk_is_kept(self, chunk: int) -> None:
+        plan = planned(IQ2_XS, BIG, StrataRequest(own="on", chunk_tokens=chunk))
+        assert (plan.prompt.layout, plan.prompt.chunk_tokens) == (Layout.OWN, chunk)
+
+    def test_auto_below_the_smallest_of_the_list_takes_the_limit(self) -> None:
+        plan = planned(IQ2_XS, BIG, StrataRequest(borrow=False, chunk_auto_max=256))
+        assert (plan.prompt.layout, plan.prompt.chunk_tokens) == (Layout.OWN, 256)
+
     def test_later_releases_price_them_exactly(self) -> None:
         request = StrataRequest(borrow=False, chunk_tokens=24_576)
         old, new = (planned(IQ2_XS, BIG, replace(request, version=v)) for v in (Version.V0_1_41, Version.V0_1_43))
@@ -326,6 +342,97 @@ class TestDoesNotFit:
         assert found.alternatives == ("ram.tier=resident",)
         assert planned(IQ3_S, replace(BIG, ram_bytes=32 * GIB), StrataRequest(tier=ExpertTier.RESIDENT))
 
+    @pytest.mark.parametrize(
+        ("change", "phase"),
+        [
+            ({"reserve_mib": 200}, "at the start"),
+            ({"head_alias": True}, "while decoding"),
+            ({"expert_cache": 680, "cap_expert_cache": False, "reserve_mib": 200}, "at the start"),
+        ],
+    )
+    def test_a_plan_that_takes_more_than_the_card_has_stops_where_nothing_is_paged(
+        self, change: dict[str, Any], phase: str
+    ) -> None:
+        request, card = replace(SMALL, **change), replace(LAPTOP, os="linux")
+        paged = planned(IQ3_XXS, LAPTOP, request)
+        found = unfit(IQ3_XXS, card, request)
+        assert found.shortfall_bytes == paged.peak_overcommit_bytes > 0
+        assert f"{found.shortfall_bytes:,} bytes" in found.message()
+        assert f"{phase} it takes more than the card has, and linux pages no device memory" in found.message()
+        worst = found.ledger.peak(Memory.DEVICE)[0]
+        assert found.owners == paged.ledger.largest_owners(worst, Memory.DEVICE)
+        assert len(found.owners) == 3
+        assert all(f"{owner} {num_bytes / MIB:,.1f} MiB" in found.message() for owner, num_bytes in found.owners)
+        with pytest.raises(DoesNotFit, match="device memory"):
+            plan_strata(IQ3_XXS, card, request)
+
+    @pytest.mark.parametrize(
+        "change", [{"reserve_mib": 200}, {"head_alias": True}, {"own": "auto"}, {"expert_cache": 700}], ids=str
+    )
+    def test_the_smallest_reserve_that_keeps_a_plan_within_the_card_is_named(self, change: dict[str, Any]) -> None:
+        request, card = replace(SMALL, **({"reserve_mib": 100} | change)), replace(LAPTOP, os="linux")
+        found = unfit(IQ3_XXS, card, request)
+        key, _, text = found.alternatives[0].partition("=")
+        assert key == "hardware.vram_reserve_mib"
+        assert int(text) > request.reserve_mib
+        enough = planned(IQ3_XXS, card, replace(request, reserve_mib=int(text)))
+        assert enough.peak_overcommit_bytes == 0
+        assert not any("paged by the driver" in w for w in enough.warnings)
+        assert unfit(IQ3_XXS, card, replace(request, reserve_mib=int(text) - 1)).shortage.overcommits
+
+    def test_fixed_slots_that_overcommit_are_named_with_the_most_that_fit(self) -> None:
+        request = replace(SMALL, expert_cache=680, cap_expert_cache=False, reserve_mib=200)
+        card = replace(LAPTOP, os="linux")
+        found = unfit(IQ3_XXS, card, request)
+        assert found.given[0] == "cache.slots=680"
+        assert found.largest_slots is not None
+        assert found.largest_slots < 680
+        assert planned(IQ3_XXS, card, replace(request, expert_cache=found.largest_slots))
+        assert unfit(IQ3_XXS, card, replace(request, expert_cache=found.largest_slots + 1))
+        assert not any("vram_reserve_mib" in text for text in found.alternatives), "it would shrink nothing"
+        more = replace(card, vram_bytes=card.vram_bytes + found.shortfall_bytes)
+        assert planned(IQ3_XXS, more, request).free_after_start_bytes == 0
+        assert unfit(IQ3_XXS, replace(more, vram_bytes=more.vram_bytes - 1), request)
+
+    def test_the_user_may_say_what_the_driver_does(self) -> None:
+        request, linux = replace(SMALL, reserve_mib=200), replace(LAPTOP, os="linux")
+        assert "policy.head_alias.spill=true" in unfit(IQ3_XXS, linux, request).message()
+        paged = planned(IQ3_XXS, linux, replace(request, spill=True))
+        assert any("must be paged by the driver" in w for w in paged.warnings)
+        assert planned(IQ3_XXS, LAPTOP, replace(request, spill=True)).ledger == paged.ledger
+        refused = unfit(IQ3_XXS, LAPTOP, replace(request, spill=False))
+        assert "the driver (policy.head_alias.spill=false) pages no device memory" in refused.message()
+
+    def test_missing_room_counts_what_is_taken_later_where_nothing_is_paged(self) -> None:
+        request = replace(SMALL, expert_cache=2_000, cap_expert_cache=False, reserve_mib=100)
+        windows, linux = (unfit(IQ3_XXS, replace(LAPTOP, os=os), request) for os in ("windows", "linux"))
+        assert linux.shortfall_bytes > windows.shortfall_bytes
+        more = replace(LAPTOP, os="linux", vram_bytes=LAPTOP.vram_bytes + linux.shortfall_bytes)
+        assert planned(IQ3_XXS, more, request).free_after_start_bytes == 0
+        assert unfit(IQ3_XXS, replace(more, vram_bytes=more.vram_bytes - 1), request).shortage.overcommits
+
+    def test_a_smaller_reserve_is_named_only_if_it_still_covers_what_is_taken_later(self) -> None:
+        card = replace(LAPTOP, os="linux", late_bytes=303 * MIB)
+        request = replace(SMALL, reserve_mib=1_500, expert_cache=700, cap_expert_cache=False)
+        reserve = [t for t in unfit(IQ3_XXS, LAPTOP, request).alternatives if "reserve" in t]
+        assert reserve
+        for text in unfit(IQ3_XXS, card, request).alternatives:
+            if text.startswith("hardware.vram_reserve_mib="):
+                mib = int(text.partition("=")[2])
+                assert planned(IQ3_XXS, card, replace(request, reserve_mib=mib)).peak_overcommit_bytes == 0
+
+    def test_a_larger_reserve_is_among_what_is_enough_together(self) -> None:
+        request = replace(SMALL, context_cells=262_144, kv_type="f16", kv_resident_cells=0, reserve_mib=100)
+        card = replace(LAPTOP, os="linux")
+        found = unfit(IQ3_XXS, card, request)
+        assert not found.enough_alone()
+        assert "kv.type=q4_0" in found.together
+        values = dict(text.split("=") for text in found.together)
+        context, reserve = int(values["model.max_context"]), int(values["hardware.vram_reserve_mib"])
+        changed = replace(request, kv_type="q4_0", context_cells=context, reserve_mib=reserve)
+        assert planned(IQ3_XXS, card, changed).peak_overcommit_bytes == 0
+        assert unfit(IQ3_XXS, card, replace(changed, reserve_mib=request.reserve_mib)).shortage.overcommits
+
     @settings(max_examples=25, deadline=None)
     @given(vram=st.integers(4 * GIB, 14 * GIB), request=REQUESTS)
     def test_every_value_named_fits_and_the_next_larger_does_not(self, vram: int, request: StrataRequest) -> None:
@@ -340,16 +447,53 @@ class TestDoesNotFit:
         assert found.shortfall_bytes > 0
         for field, value, step in (
             ("context_cells", found.largest_context, 256),
-            ("chunk_tokens", found.largest_chunk, 256),
-            ("expert_cache", found.largest_slots, 1),
+            ("chunk_tokens", found.largest_chunk, 256 if (found.largest_chunk or 0) >= 256 else 1),
+            ("expert_cache", found.largest_slots, IQ3_XXS.num_layers if request.cache_per_layer else 1),
         ):
             if value is None:
                 continue
-            named: dict[str, Any] = {field: value}
-            assert isinstance(try_plan_strata(IQ3_XXS, card, replace(request, **named)), StrataPlan)
-            larger: dict[str, Any] = {field: value + step}
-            if value + step < getattr(request, field):
-                assert not isinstance(try_plan_strata(IQ3_XXS, card, replace(request, **larger)), StrataPlan)
+            assert kept(card, request, field, value)
+            given = getattr(request, field)
+            if given and value + step < given:
+                assert not kept(card, request, field, value + step)
+
+    @settings(max_examples=25, deadline=None)
+    @given(vram=st.integers(4 * GIB, 14 * GIB), request=REQUESTS)
+    def test_nothing_fits_is_said_only_where_nothing_does(self, vram: int, request: StrataRequest) -> None:
+        card = replace(BIG, vram_bytes=vram)
+        try:
+            found = try_plan_strata(IQ3_XXS, card, request)
+        except ConfigError:
+            assume(False)
+            return
+        assume(not isinstance(found, StrataPlan) and not found.enough_alone())
+        for field, values in (
+            ("context_cells", (256, 1_024)), ("chunk_tokens", (1, 100, 256, 512)), ("expert_cache", (1, 48, 144)),
+            ("reserve_mib", (0, 300)),
+        ):  # fmt: skip
+            for value in values:
+                if value < (getattr(request, field) or 10**9):
+                    assert not kept(card, request, field, value), (field, value)
+
+    @pytest.mark.parametrize(
+        "request_", [StrataRequest(), StrataRequest(head_alias=True), StrataRequest(borrow=False)], ids=str
+    )
+    def test_the_shortfall_is_what_more_memory_must_add(self, request_: StrataRequest) -> None:
+        card = replace(BIG, vram_bytes=6 * GIB)
+        found = unfit(IQ2_XS, card, request_)
+        enough = replace(card, vram_bytes=card.vram_bytes + found.shortfall_bytes)
+        assert planned(IQ2_XS, enough, request_)
+        assert unfit(IQ2_XS, replace(enough, vram_bytes=enough.vram_bytes - 2 * MIB), request_)
+
+
+def kept(card: Card, request: StrataRequest, field: str, value: int) -> bool:
+    """Whether a plan fits with a setting as it is given."""
+    changed: dict[str, Any] = {field: value}
+    try:
+        plan = try_plan_strata(IQ3_XXS, card, replace(request, **changed))
+    except ConfigError:
+        return False
+    return isinstance(plan, StrataPlan) and (field != "chunk_tokens" or plan.prompt.chunk_tokens == value)
 
 
 def planned_bind(request: StrataRequest) -> int:
@@ -384,10 +528,19 @@ class TestWarnings:
         assert any("less than 1,024 MiB" in w for w in planned(IQ2_XS, BIG, StrataRequest(reserve_mib=1_000)).warnings)
         assert planned(IQ2_XS, BIG, StrataRequest(reserve_mib=1_500)).warnings == ()
 
+    def test_checkpoints_that_find_no_room_in_ram(self) -> None:
+        roomy = planned(IQ2_XS, BIG, StrataRequest())
+        needed = roomy.ledger.peak(Memory.HOST)[1]
+        tight = planned(IQ2_XS, replace(BIG, ram_bytes=needed - 5 * MIB), StrataRequest(reserve_mib=1_500))
+        assert any("checkpoints find no room in RAM: 5 MiB more" in w for w in tight.warnings)
+        enough = planned(IQ2_XS, replace(BIG, ram_bytes=needed), StrataRequest(reserve_mib=1_500))
+        assert enough.warnings == ()
+
     def test_memory_taken_late_that_the_reserve_does_not_cover(self) -> None:
         plan = planned(IQ3_XXS, LAPTOP, replace(SMALL, reserve_mib=200))
         assert plan.free_after_start_bytes == 0
         assert any("0 MiB of device memory are free while decoding" in w for w in plan.warnings)
+        assert any("must be paged by the driver" in w for w in plan.warnings)
 
 
 def test_the_table_shows_every_owner_what_is_left_and_the_warnings() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import UnionType
 from typing import Any
 
 import planner_models
@@ -19,9 +20,10 @@ from strata_jax.memory.strata.plan_json import from_json, to_json
 from strata_jax.memory.strata.request import Card, ExpertTier, GrowSettings, StrataRequest, Version
 from strata_jax.memory.strata.result import Layout, StrataPlan
 from strata_jax.memory.strata.sizes import pack_sizes
+from strata_jax.memory.unfit import Unfit
 
 IQ2_XS, IQ3_XXS, IQ3_S = pack("iq2_xs"), pack("iq3_xxs"), pack("iq3_s")
-STABLE: dict[str, set[str] | type] = {
+STABLE: dict[str, set[str] | type | UnionType] = {
     "fits": bool,
     "shortfall_mib": float,
     "expert_cache": {"slots", "bytes", "lent_slots"},
@@ -29,7 +31,7 @@ STABLE: dict[str, set[str] | type] = {
     "kv": {"mapped_cells", "mapped_mib", "max_cells", "max_mib"},
     "head": {"mib", "aliased"},
     "ram": {"expert_headroom_mib", "conversation_budget_mib", "resident_mib"},
-    "free_after_start_mib": float,
+    "free_after_start_mib": float | None,
     "ledger": list,
 }
 
@@ -87,6 +89,8 @@ def test_the_groups_say_what_the_plan_holds() -> None:
 def test_a_plan_that_does_not_fit_says_so_under_the_same_keys() -> None:
     found = unfit(IQ2_XS, replace(BIG, vram_bytes=6 * GIB), StrataRequest())
     data = json.loads(json.dumps(found.to_json()))
+    check_stable(data)
+    assert data["expert_cache"]["slots"] is data["free_after_start_mib"] is None, "nothing has been decided"
     assert data["fits"] is False
     assert data["shortfall_mib"] == found.shortfall_bytes / MIB > 0
     assert data["message"] == found.message()
@@ -107,6 +111,9 @@ class TestOtherPlanner:
         data = json.loads(json.dumps(xla_plan().to_json()))
         check_stable(data)
         assert data["prefill"]["layout"] == "own"
+        failed = try_plan(planner_models.real(), PlanRequest(device_budget_bytes=GIB))
+        assert isinstance(failed, Unfit)
+        check_stable(json.loads(json.dumps(failed.to_json())))
         assert data["free_after_start_mib"] == data["free_after_start_by_limit_mib"]["device memory"]
 
     def test_without_device_memory_the_hosts_counts(self) -> None:

@@ -36,6 +36,12 @@ def hybrid(own_mib: int, parameters: PolicyParameters | None = None) -> pm.Polic
     return policy_stack(pm.sizes_of("iq3_xxs"), replace(plan, prompt=prompt), parameters=parameters)
 
 
+def refusing(stack: pm.PolicyStack) -> pm.PolicyStack:
+    """The same plan under a driver that pages nothing."""
+    plan = stack.ctx.plan
+    return policy_stack(stack.ctx.sizes, replace(plan, request=replace(plan.request, spill=False)))
+
+
 def test_the_head_is_unloaded_at_start_and_the_plan_is_ready() -> None:
     stack = laptop()
     step = stack.on_start(stack.initial_state())
@@ -107,14 +113,14 @@ def test_on_windows_decoding_may_leave_nothing_free_elsewhere_it_is_refused() ->
     assert overcommit_bytes(step.state) == stack.ctx.plan.head_bytes - stack.ctx.plan.free_after_start_bytes
     assert step.notes == ("0 MiB of device memory are free while decoding",)
     pm.checked(stack, step)
-    strict = laptop(PolicyParameters(alias_spill=False))
+    strict = refusing(stack)
     with pytest.raises(DoesNotFit, match=r"the head needs 416\.8 MiB to decode") as error:
         strict.before_round(pm.ready(strict), 20, 4)
     assert error.value.shortfall_bytes == -step.state.free_bytes
 
 
 def test_own_part_that_does_not_fit_is_refused() -> None:
-    stack = hybrid(2_000, PolicyParameters(alias_spill=False))
+    stack = refusing(hybrid(2_000))
     with pytest.raises(DoesNotFit, match=r"own part of the prompt buffers needs"):
         stack.before_read(pm.ready(stack), pm.ask("a", 4_000), 4_000)
 

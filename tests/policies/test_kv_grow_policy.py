@@ -168,7 +168,7 @@ def test_failed_growth_says_the_shortfall_and_changes_nothing() -> None:
     stack = near_floor(700)
     state = pm.ready(stack)
     print_before = pm.fingerprint(state)
-    with pytest.raises(DoesNotFit, match=r"K/V of 262,144 cells needs .* MiB more") as error:
+    with pytest.raises(DoesNotFit, match=r"cannot map 262,144 cells: [\d,]+ MiB are missing") as error:
         kv_grow.ensure(stack.ctx, state, 262_144)
     short = error.value.shortfall_bytes
     assert short > 0

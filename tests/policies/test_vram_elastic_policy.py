@@ -9,9 +9,10 @@ import policy_models as pm
 import pytest
 
 from strata_jax.memory.ledger import MIB
+from strata_jax.memory.strata.cache import MIN_KEPT_SLOTS
 from strata_jax.policies.moves import MoveKind
 from strata_jax.policies.policy import PolicyParameters
-from strata_jax.policies.vram_elastic import KEPT_SLOTS
+from strata_jax.policies.stack import policy_stack
 
 ELASTIC = {"vram_elastic_mib": 512}
 
@@ -50,9 +51,9 @@ def test_the_floor_is_128_slots_and_a_loan_for_256_tokens() -> None:
     slots = step.state.slots
     loan = slots.loan_first(stack.ctx.buffer_bytes(256))
     assert loan is not None
-    assert loan >= KEPT_SLOTS
+    assert loan >= MIN_KEPT_SLOTS
     one_more = int(slots.offset_bytes[slots.num_present]) - 512 * MIB
-    assert one_more < stack.ctx.buffer_bytes(256) + int(slots.offset_bytes[KEPT_SLOTS]) + 512 * MIB
+    assert one_more < stack.ctx.buffer_bytes(256) + int(slots.offset_bytes[MIN_KEPT_SLOTS]) + 512 * MIB
     assert step.state.chunk_tokens >= 256
     facts = pm.ask("a", 5_000)
     pm.checked(stack, stack.before_read(step.state, facts, 5_000))
@@ -114,3 +115,31 @@ def test_segments_that_hold_cells_stay(anywhere: bool) -> None:
     step = pm.checked(stack, stack.on_vram_change(state, 10**12))
     assert step.state.slots.num_present > given.max()
     assert step.state.slots.given == len(given)
+
+
+def test_without_a_loan_slots_that_come_back_are_the_caches_again() -> None:
+    stack = pm.make_stack(own="on", **ELASTIC)
+    state = pm.ready(stack)
+    away = pm.checked(stack, stack.on_vram_change(state, state.free_bytes + 2_000 * MIB)).state
+    assert away.slots.top == away.slots.num_present < state.slots.num_slots
+    back = pm.checked(stack, stack.on_vram_change(away, state.free_bytes)).state
+    assert (back.slots.low, back.slots.top) == (state.slots.num_slots, state.slots.num_slots)
+
+
+def test_cells_are_paid_for_by_slots_that_are_there_when_segments_are_away_and_nothing_is_lent() -> None:
+    plan = pm.make_stack(own="on", grow=pm.GROW).ctx.plan
+    plan = replace(plan, request=replace(plan.request, vram_elastic_mib=512))
+    stack = policy_stack(pm.sizes_of(), plan, parameters=PolicyParameters(grow_anywhere=True))
+    state = pm.ready(stack)
+    away = pm.checked(stack, stack.on_vram_change(state, state.free_bytes + 2_000 * MIB)).state
+    grown = pm.checked(stack, stack.on_request(away, pm.ask("a", 60_000))).state
+    assert grown.kv_mapped_cells >= 60_256
+    assert grown.slots.given > 0
+
+
+def test_a_loan_larger_than_its_share_keeps_what_was_kept_for_it() -> None:
+    stack = pm.make_stack(chunk_tokens=100, lend_pct=1, **ELASTIC)
+    state = pm.checked(stack, stack.on_vram_change(pm.ready(stack), 10**12)).state
+    facts = pm.ask("a", 5_000)
+    lent = pm.checked(stack, stack.before_read(state, facts, 5_000)).state
+    assert lent.slots.lendable_bytes(lent.lent_from or 0) >= stack.ctx.buffer_bytes(100)

@@ -15,10 +15,13 @@ from strata_jax.errors import ConfigError, DoesNotFit
 from strata_jax.report.sweep import (
     add_row,
     csv_text,
+    hold_sweep,
     job_row,
     kept_job,
     load_rows,
+    make_row,
     markdown_text,
+    short_result,
     start_table,
     status_of,
 )
@@ -152,6 +155,49 @@ def test_pictures_are_drawn_for_what_varies(tmp_path: Path) -> None:
     again = draw_sweep(rows, tmp_path / "..")
     assert (again[0]).read_bytes() == (tmp_path / again[0].name).read_bytes(), "the same data, the same bytes"
     assert draw_sweep(rows[4:], tmp_path) == []
+
+
+def test_a_setting_without_a_result_is_a_cross_and_what_is_common_stands_above(tmp_path: Path) -> None:
+    rows = [row(i, ["hardware=rtx4090", f"policy={name}", "quant=q"], prompt_tok_s=100.0, calibrated=False)
+            for i, name in enumerate("ab")]  # fmt: skip
+    rows.insert(0, row(2, ["hardware=rtx4090", "policy=c", "quant=q"], calibrated=False) | {"status": "unfit"})
+    (path,) = draw_sweep(rows, tmp_path, measures=["prompt_tok_s"])
+    picture = path.read_text(encoding="utf-8")
+    assert "hardware=rtx4090 (uncalibrated), quant=q, x: no result" in picture
+    assert picture.index(">c<") < picture.index(">a<"), "in the order of the jobs"
+
+
+def test_a_card_without_a_fit_is_marked_in_the_table_and_on_the_line() -> None:
+    rows = [
+        row(0, ["hardware=h200"], slots=7, calibrated=False),
+        row(1, ["hardware=rtx5090"], slots=7, calibrated=True),
+    ]
+    lines = markdown_text(rows).splitlines()
+    assert lines[0].endswith("| calibrated |")
+    assert [line.split(" | ")[-1] for line in lines[2:]] == ["no |", "yes |"]
+    assert [short_result(r).endswith("uncalibrated") for r in rows] == [True, False]
+    assert "calibrated" not in markdown_text(rows[1:])
+
+
+def test_a_plan_alone_says_whether_its_card_is_calibrated() -> None:
+    made = make_row(0, [], {}, {"calibrated": False}, None, unfit_is_error=True)
+    assert made["values"]["calibrated"] is False
+
+
+@pytest.mark.parametrize(("plan_mib", "error_mib", "shown"), [(0.0, 245, 245.0), (2507.0, 0, 2507.0), (0.0, 0, None)])
+def test_the_shortfall_of_a_request_is_shown_where_the_plan_fits(
+    plan_mib: float, error_mib: int, shown: float | None
+) -> None:
+    error = DoesNotFit("too long", shortfall_bytes=error_mib * 2**20)
+    made = make_row(0, [], {}, {"shortfall_mib": plan_mib}, error, unfit_is_error=True)
+    assert made["values"]["shortfall_mib"] == shown
+
+
+def test_a_directory_has_one_sweep_at_a_time(tmp_path: Path) -> None:
+    refused = pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*another sweep is running there")
+    with hold_sweep(tmp_path / "new"), refused:
+        hold_sweep(tmp_path / "new")
+    hold_sweep(tmp_path / "new").close()
 
 
 def test_lines_are_the_combinations_of_the_other_settings() -> None:

@@ -52,6 +52,10 @@ def test_a_simulated_run_is_drawn_with_its_requests(tmp_path: Path) -> None:
     path = draw_memory(tmp_path)
     assert path == tmp_path / "memory.svg"
     picture = path.read_text(encoding="utf-8")
+    assert "uncalibrated" not in picture
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"calibrated": False}), encoding="utf-8")
+    draw_memory(tmp_path, "marked.svg")
+    assert "a card (uncalibrated), a model" in (tmp_path / "marked.svg").read_text(encoding="utf-8")
     for words in ("a card, a model", "simulated time, s", "first", "3.91 - 4.88 GiB", "0.00 - 0.98 GiB", "0.68 GiB"):
         assert words in picture, words
     for group in ("dense weights", "expert slots", "prompt buffers", "free"):

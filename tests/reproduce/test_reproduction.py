@@ -12,6 +12,8 @@ import pytest
 from pipelines import reproduce
 from strata_jax.config.schema import RunConfig
 from strata_jax.errors import ConfigError
+from strata_jax.memory.strata.plan import try_plan_strata
+from strata_jax.memory.strata.unfit import StrataUnfit
 from strata_jax.report.record import RunRecord
 from strata_jax.reproduce.agent_loop import loop_changes
 from strata_jax.reproduce.basis import Basis, fitted_basis
@@ -23,6 +25,7 @@ from strata_jax.reproduce.quantities import Quantity
 from strata_jax.reproduce.report import closing_lines, csv_text, remarks
 from strata_jax.reproduce.rows import TABLES, load_tables
 from strata_jax.reproduce.tables import compare_table, not_compared
+from strata_jax.reproduce.translate import translate
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,20 @@ def test_plans_reach_their_share(every: list[Compared], quantity: Quantity) -> N
 def test_speeds_reach_their_errors(every: list[Compared], quantity: Quantity) -> None:
     score = next(score for score in scores(every) if score.quantity is quantity)
     assert score.shortfalls() == []
+
+
+def test_the_readme_shows_the_errors_of_this_version(every: list[Compared]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = 0
+    for score in scores(every):
+        lines = [line for line in readme.splitlines() if line.startswith(f"| {score.quantity} |")]
+        if not lines:
+            continue
+        cells, passed, median, p90, predicted = (part.strip(" %") for part in lines[0].split("|")[2:-1])
+        assert (int(cells), int(passed), int(predicted)) == (score.cells, score.passed, score.predicted), score
+        assert (float(median), float(p90)) == pytest.approx((100 * score.median, 100 * score.p90), abs=0.06), score
+        shown += 1
+    assert shown >= 8
 
 
 def test_the_production_buckets_come_out_under_one_size_law(every: list[Compared]) -> None:
@@ -106,6 +123,21 @@ def test_repeats_of_one_run_are_judged_by_their_median(every: list[Compared]) ->
 def test_a_plan_of_a_refused_cache_says_what_was_missing(every: list[Compared]) -> None:
     assert find(every, "hepyc-fail-3600", "needed_gib").verdict is Verdict.PASS
     assert find(every, "hepyc-fail-2400", "lent_slots").verdict is Verdict.PASS
+
+
+def test_a_published_run_that_failed_for_memory_is_refused_by_our_planner(outcomes: Outcomes) -> None:
+    """hepyc-fail-2400: the original starts, and its first request finds the card over-committed (Linux)."""
+    table = next(table for table in load_tables() if table.name == "rtx5060ti_epyc")
+    row = next(row for row in table.rows if row.id == "hepyc-fail-2400")
+    outcome = outcomes.planned(translate(row)[0].scenario)
+    made = outcome.plan
+    assert made is not None
+    found = try_plan_strata(outcome.sizes, made.card, replace(made.request, spill=None))
+    assert isinstance(found, StrataUnfit)
+    assert found.shortage.overcommits
+    assert found.shortfall_bytes == made.peak_overcommit_bytes
+    assert "cache.slots=2400" in found.given
+    assert found.largest_slots is not None
 
 
 def test_equal_scenarios_are_simulated_once(outcomes: Outcomes, cells: dict[str, list[Compared]]) -> None:

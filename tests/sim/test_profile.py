@@ -9,7 +9,7 @@ import pytest
 from strata_jax.errors import ConfigError, FormatError
 from strata_jax.memory.strata.request import MIB
 from strata_jax.sim.fit import fitted_rows
-from strata_jax.sim.os_effects import spill_bytes, spill_ms, spill_warning
+from strata_jax.sim.os_effects import spill_bytes, spill_ms
 from strata_jax.sim.profile import (
     borrowed_profile,
     common_numbers,
@@ -167,14 +167,10 @@ def test_rows_that_numbers_were_fitted_on_are_known() -> None:
     assert "h3070ti-b9-c-16384.speed" not in rows
 
 
-def test_windows_moves_memory_out_and_linux_does_not() -> None:
+def test_a_driver_that_pages_moves_memory_out_and_no_other_does() -> None:
     profile = load_profile("rtx3070ti")
-    assert spill_bytes("linux", -100 * MIB) == 0
-    assert spill_bytes("windows", 300 * MIB) == 0
-    assert spill_bytes("windows", -100 * MIB) == 356 * MIB
+    assert spill_bytes(False, -100 * MIB) == 0
+    assert spill_bytes(True, 300 * MIB) == 0
+    assert spill_bytes(True, -100 * MIB) == 356 * MIB
     assert spill_ms(profile, 0) == 0
     assert spill_ms(profile, 356 * MIB) == pytest.approx(356 * MIB / (25e9 * profile["copy_share"]) * 1e3)
-    assert spill_warning("windows", 300 * MIB, "while decoding") is None
-    assert "Windows may move" in (spill_warning("windows", 100 * MIB, "while decoding") or "")
-    assert spill_warning("linux", 100 * MIB, "while decoding") is None
-    assert "would fail" in (spill_warning("linux", -1, "while decoding") or "")

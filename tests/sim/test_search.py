@@ -245,6 +245,17 @@ def test_when_nothing_fits_every_row_has_its_reason(tmp_path: Path, compose_conf
     assert all(row["reason"] and not row["fits"] for row in auto["candidates"])
 
 
+def test_the_nearest_miss_is_named(compose_config: Compose) -> None:
+    search = search_policies(compose_config(["hardware=rtx_pro_2000_8gb", "workload=agent_loop", "policy=auto"]))
+    error = search.error()
+    assert isinstance(error, DoesNotFit)
+    assert "The nearest, head_alias + kv_grow" in str(error)
+    assert ").." not in str(error)
+    assert any("elastic K/V can never map" in str(candidate.error) for candidate in search.candidates)
+    assert "kv.resident_cells=20480" in str(error)  # what the plan suggests
+    assert 0 < error.shortfall_bytes < search.plain.error.shortfall_bytes  # type: ignore[union-attr]
+
+
 def test_a_workload_beyond_the_context_is_a_setting_to_correct(compose_config: Compose) -> None:
     config = compose_config([CARD, "policy=auto", "model.max_context=4096"])
     search = search_policies(config)

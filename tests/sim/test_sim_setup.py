@@ -10,15 +10,19 @@ import pytest
 
 from strata_jax.config import RunConfig, all_settings
 from strata_jax.config.checks import value_of
-from strata_jax.errors import ConfigError
+from strata_jax.errors import ConfigError, DoesNotFit
+from strata_jax.memory.strata.plan import try_plan_strata
 from strata_jax.memory.strata.request import ExpertTier, Version
 from strata_jax.memory.strata.result import StrataPlan
+from strata_jax.memory.strata.unfit import StrataUnfit
 from strata_jax.sim.executor import simulate
+from strata_jax.sim.machine import Machine
 from strata_jax.sim.setup import complete_setup, plan_or_unfit, policy_parameters, sim_inputs, sim_options
 from strata_jax.synthetic import write_synthetic_gguf
 
 Compose = Callable[[Sequence[str]], RunConfig]
 MIB = 2**20
+CONF = Path(__file__).resolve().parents[2] / "conf"
 GROW = ("policy=kv_grow",)
 
 # setting -> another value, what else it needs, and where it must arrive: request, card, profile, parameters, options
@@ -77,7 +81,7 @@ ARRIVALS: list[tuple[str, tuple[str, ...], str, object]] = [
     ("hardware.file_gb_s=3", (), "profile.values.file_gb_s", 3.0),
     ("hardware.cores=4", (), "profile.values.cpu_cores", 4.0),
     ("policy.head_alias.min_fresh_tokens=99", (), "parameters.alias_min_fresh_tokens", 99),
-    ("policy.head_alias.spill=true", (), "parameters.alias_spill", True),
+    ("policy.head_alias.spill=true", (), "request.spill", True),
     ("kv.grow.anywhere=false", GROW, "parameters.grow_anywhere", False),
     ("kv.grow.keep_restorable=true", GROW, "parameters.keep_restorable", True),
     ("kv.grow.request_margin_cells=512", GROW, "parameters.request_margin_cells", 512),
@@ -146,6 +150,37 @@ def test_what_the_original_refuses_is_an_error(compose_config: Compose) -> None:
         sim_inputs(compose_config(settings))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["workload.prompt_tokens=4096", "model.max_context=4096", "workload.max_output_tokens=100"],
+            ["model.max_context=4096", "4,196 tokens", "by 108", "model.max_context=4204"],
+        ),
+        (["workload.prompt_tokens=262144"], ["model.max_context=262144", "262,144 at most"]),
+    ],
+)
+def test_a_request_longer_than_the_context_is_refused_with_numbers(
+    overrides: list[str], words: list[str], compose_config: Compose
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        sim_inputs(compose_config(["hardware=rtx5090", *overrides]))
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cache.slots=0", "cache.slots=0 counts as auto"),
+        ("kv.resident_cells=100", "kv.resident_cells=100 became 20480"),
+        ("kv.resident_cells=32768", ""),
+    ],
+)
+def test_a_number_that_is_read_as_another_one_is_said(override: str, words: str, compose_config: Compose) -> None:
+    notes = sim_inputs(compose_config(["hardware=rtx5090", override])).notes
+    assert (words in notes[0]) if words else notes == ()
+
+
 def test_native_contradictions_are_errors_not_downgrades(compose_config: Compose) -> None:
     with pytest.raises(ConfigError, match=r"policy\.kv_grow.*kv\.resident_cells"):
         sim_inputs(compose_config(["hardware=rtx3090", "policy=kv_grow", "kv.resident_cells=32768"]))
@@ -201,3 +236,86 @@ def test_every_setting_of_the_simulator_is_tested_here_or_listed(compose_config:
     upstream = {name for name in only_sim if name.startswith("upstream.")}
     assert sorted(only_sim - tested - elsewhere - upstream) == []
     assert value_of(compose_config([]), "upstream.batch") == 1
+
+
+CARDS = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml") if path.stem != "local")
+PRESETS = sorted(path.stem for path in (CONF / "policy").glob("*.yaml") if path.stem not in ("auto", "baseline"))
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_preset_plans_on_every_card_where_the_baseline_does(card: str, compose_config: Compose) -> None:
+    fits = {}
+    for preset in ("baseline", *PRESETS):
+        config = compose_config([f"hardware={card}", f"policy={preset}"])
+        fits[preset] = isinstance(plan_or_unfit(config, sim_inputs(config)), StrataPlan)
+    assert len(fits) > 4
+    assert not fits["baseline"] or all(fits.values()), fits
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reserve_mib"),
+    [
+        ((), 1_024),
+        (("quant.head=Q6_K",), 1_198),  # 700 and a head of 497 MiB
+        (("policy.head_alias.spill=true",), 700),
+        (("hardware.os=windows",), 700),
+        (("policy.head_alias.inside_head=true",), 700),
+        (("policy.compat=upstream",), 700),
+        (("hardware.vram_reserve_mib=800",), 800),
+    ],
+)
+def test_the_automatic_reserve_has_room_for_a_lent_head_that_comes_back(
+    overrides: tuple[str, ...], reserve_mib: int, compose_config: Compose
+) -> None:
+    inputs = sim_inputs(compose_config(["hardware=rtx5060ti", "policy=head_alias", *overrides]))
+    assert inputs.request.reserve_mib == reserve_mib
+    said = [note for note in inputs.notes if "hardware.vram_reserve_mib=auto is" in note]
+    assert len(said) == (reserve_mib > 1_000)
+    assert all(f"{reserve_mib:,} MiB" in note for note in said)
+
+
+def test_a_request_that_elastic_kv_can_never_map_is_found_before_the_run(compose_config: Compose) -> None:
+    settings = ["hardware=rtx_pro_2000_8gb", "policy=kv_grow", "workload=aba_agents"]
+    config = compose_config(settings)
+    inputs = sim_inputs(config)
+    found = plan_or_unfit(config, inputs)
+    assert isinstance(found, StrataUnfit)
+    missing_mib = found.shortfall_bytes / MIB
+    assert 0 < missing_mib < 1_024
+    assert "61,023 tokens (prompt and output) of a.2" in found.message()
+    assert len(found.owners) == 3
+    assert not [text for text in found.given if "auto" in text or "reserve" in text], "what is auto is not held fixed"
+    plan = try_plan_strata(inputs.sizes, inputs.card, inputs.request)
+    assert isinstance(plan, StrataPlan)
+    setup = complete_setup(config, inputs, plan)
+    with pytest.raises(DoesNotFit, match=f"{missing_mib:,.0f} MiB are missing"):
+        simulate(plan, inputs.sizes, inputs.profile, setup.stack, inputs.requests, options=setup.options)
+    assert found.enough_alone()
+    for offer in found.enough_alone():
+        runs_to_its_end(compose_config([*settings, offer]))
+    longest = int(found.message().partition("a prompt of ")[2].split(".")[0].replace(",", ""))
+    for tokens, fits in ((longest, True), (longest + 256, False)):
+        one = compose_config([*settings[:2], f"workload.prompt_tokens={tokens}", "workload.max_output_tokens=1"])
+        assert isinstance(plan_or_unfit(one, sim_inputs(one)), StrataPlan) is fits
+
+
+def runs_to_its_end(config: RunConfig) -> None:
+    inputs = sim_inputs(config)
+    plan = plan_or_unfit(config, inputs)
+    assert isinstance(plan, StrataPlan), config
+    setup = complete_setup(config, inputs, plan)
+    simulate(plan, inputs.sizes, inputs.profile, setup.stack, inputs.requests, options=setup.options)
+
+
+@pytest.mark.parametrize(("overrides", "pages"), [((), False), (("policy.head_alias.spill=true",), True)])
+def test_a_driver_that_is_said_to_page_costs_what_it_moves_out(
+    overrides: tuple[str, ...], pages: bool, compose_config: Compose
+) -> None:
+    config = compose_config(["hardware=rtx3090", "policy=head_alias", "hardware.os_effects=true", *overrides])
+    inputs = sim_inputs(config)
+    plan = plan_or_unfit(config, inputs)
+    assert isinstance(plan, StrataPlan)
+    setup = complete_setup(config, inputs, plan)
+    machine = Machine.build(plan, inputs.sizes, inputs.profile, setup.stack, setup.options)
+    full = replace(setup.stack.initial_state(), free_bytes=0)
+    assert (machine.spilled_ms(full) > 0) is pages

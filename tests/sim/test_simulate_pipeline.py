@@ -32,7 +32,7 @@ def test_a_simulated_run_leaves_the_files_of_a_real_one(tmp_path: Path, compose_
     assert (summary["status"], summary["num_requests"], summary["device"]) == ("ok", 6, "simulated rtx5090")
     assert summary["extra"]["executor"] == plan["executor"] == "sim"
     assert summary["extra"]["calibrated"] is plan["calibrated"] is True
-    assert 1000 < summary["prompt_tok_s"] < 20_000
+    assert 300 < summary["prompt_tok_s"] < 20_000
     metrics, events = lines(tmp_path / "metrics.jsonl"), lines(tmp_path / "events.jsonl")
     assert {line["kind"] for line in metrics} == {"request", "chunk", "round"}
     assert {"load", "memory", "lend", "return", "refill", "map_cells", "trim_cells", "park", "restore"} <= {
@@ -53,6 +53,7 @@ def test_a_card_without_a_fit_is_marked_everywhere(tmp_path: Path, compose_confi
     assert summary["device"] == "simulated h200 (uncalibrated)"
     assert summary["extra"]["calibrated"] is False
     assert not any(line["calibrated"] for line in lines(tmp_path / "metrics.jsonl"))
+    assert "not calibrated" in (tmp_path / "plan.txt").read_text(encoding="utf-8")
 
 
 def test_a_plan_that_does_not_fit_is_written_down_with_its_shortfall(tmp_path: Path, compose_config: Compose) -> None:

@@ -1,14 +1,15 @@
 """One pass through the order of allocation: cache, prompt path, RAM, and the plan that these decisions make.
 
 Everything before the expert cache takes what it takes, the cache takes the rest less what comes after it, prompt
-buffers borrow from the cache or use what is spare (planning notes 2). What finds no room is a `Shortage`.
+buffers borrow from the cache or use what is spare (planning notes 2). What finds no room is a `Shortage`, and so is a
+plan of which a phase takes more than the card has, unless the driver pages device memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from strata_jax.memory.ledger import MIB, Entry, Ledger, Memory, Owner, Phase, always
+from strata_jax.memory.ledger import MIB, PHASES, Entry, Ledger, Memory, Owner, Phase, always, phase_totals
 from strata_jax.memory.strata import cache as cache_rules
 from strata_jax.memory.strata import entries as ledger_entries
 from strata_jax.memory.strata.cache import CacheSize, Prices
@@ -17,7 +18,7 @@ from strata_jax.memory.strata.ram import RamPlan, available_bytes, plan_ram
 from strata_jax.memory.strata.request import Card, StrataRequest
 from strata_jax.memory.strata.result import Layout, PromptPath, StrataPlan
 from strata_jax.memory.strata.sizes import PackSizes
-from strata_jax.memory.strata.unfit import Shortage
+from strata_jax.memory.strata.unfit import WHILE, Shortage
 
 WARN_FREE_BYTES = 1024 * MIB
 _AFTER_DECISION = (Owner.DRAFT_BIND, Owner.LATE)
@@ -34,7 +35,7 @@ class Attempt:
         self.bind = cache_rules.bind_bytes(sizes, request)
 
     def decide(self) -> Decided | Shortage:
-        """Size the cache, choose the prompt path, plan the RAM; a `Shortage` where something finds no room."""
+        """Size the cache, choose the prompt path, plan the RAM; a `Shortage` where there is not room for all of it."""
         # With the head lent, its rows are bound before the cache is sized, and its bytes count as free unless the
         # prompt buffers are to lie inside them.
         bound = self.bind if self.request.head_alias else 0
@@ -62,13 +63,14 @@ class Attempt:
         ram = plan_ram(self.sizes, self.card, self.request, cache.slots, path, taken)
         if ram.short_bytes:
             return self._no_room_in_ram(pinned, ram)
-        return Decided(self, cache, path, ram, pinned, free, after_fill, warnings)
+        later_entries = ledger_entries.after_cache(self.sizes, self.card, self.request, cache, path, ram)
+        short = self._overcommitted((*self.fixed, *later_entries), cache)
+        return short or Decided(self, cache, path, ram, pinned, later_entries, free, after_fill, warnings)
 
     def assemble(self, d: Decided) -> StrataPlan:
         """Return the plan of what has been decided, with its ledger."""
         request, card, cache, path, ram, pinned = self.request, self.card, d.cache, d.path, d.ram, d.pinned
-        later = ledger_entries.after_cache(self.sizes, card, request, cache, path, ram)
-        ledger = Ledger((*self.fixed, *later, *pinned, *ledger_entries.host_copies(self.sizes, request, ram)))
+        ledger = Ledger((*self.fixed, *d.later, *pinned, *ledger_entries.host_copies(self.sizes, request, ram)))
         ledger.check()
         left = card.vram_bytes - ledger.total_bytes(Phase.START, Memory.DEVICE)
         over = max(0, ledger.peak(Memory.DEVICE)[1] - card.vram_bytes)
@@ -123,10 +125,14 @@ class Attempt:
             )
         for phase, doing in ((Phase.PREFILL, "a prompt is read"), (Phase.DECODE, "decoding")):
             if free[phase] <= 0:
-                said.append(
-                    f"0 MiB of device memory are free while {doing}: {-free[phase] / MIB:,.0f} MiB more than there are"
-                    " must be paged by the driver"
-                )
+                more = f": {-free[phase] / MIB:,.0f} MiB more than there are must be paged by the driver"
+                said.append(f"0 MiB of device memory are free while {doing}{more if free[phase] else ''}")
+        ram, (_, in_ram) = available_bytes(self.card), ledger.peak(Memory.HOST)
+        if ram is not None and in_ram > ram:
+            said.append(
+                f"checkpoints find no room in RAM: {(in_ram - ram) / MIB:,.0f} MiB more are planned than the"
+                f" {ram / MIB:,.0f} MiB there are; set conversation.prompt_cache.checkpoints smaller"
+            )
         later = [e for e in ledger.entries if e.owner in _AFTER_DECISION and e.peak_bytes]
         if path.layout is Layout.HYBRID:
             later = [e for e in later if e.owner is not Owner.DRAFT_BIND]  # it was bound before
@@ -135,8 +141,8 @@ class Attempt:
             names = ", ".join(f"{e.owner} {e.peak_bytes / MIB:,.0f} MiB" for e in later)
             said.append(
                 f"{(path.own_bytes - inside) / MIB:,.0f} MiB of prompt buffers were decided on when the cache had been"
-                f" filled; allocated afterwards: {names}. {max(0, free[Phase.PREFILL]) / MIB:,.0f} MiB stay free of the reserve"
-                f" of {cache.reserve_mib:,} MiB while a prompt is read"
+                f" filled; allocated afterwards: {names}. {max(0, free[Phase.PREFILL]) / MIB:,.0f} MiB stay free of the"
+                f" reserve of {cache.reserve_mib:,} MiB while a prompt is read"
             )
         return said
 
@@ -167,6 +173,21 @@ class Attempt:
         ]
         return self._device_shortage(what, rest, self.card.vram_bytes + needed - max(0, after_fill), cache.slots)
 
+    def _overcommitted(self, device: tuple[Entry, ...], cache: CacheSize) -> Shortage | None:
+        """Return what the phase that needs most takes beyond the card, where no driver pages it (summary 30, 6.2)."""
+        if self.request.spills_on(self.card):
+            return None
+        totals = phase_totals(device)
+        needed = max(totals)
+        if needed <= self.card.vram_bytes:
+            return None
+        phase = PHASES[totals.index(needed)]
+        pager = self.card.os if self.request.spill is None else "the driver (policy.head_alias.spill=false)"
+        what = f"{WHILE[phase]} it takes more than the card has, and {pager} pages no device memory"
+        return Shortage(
+            Memory.DEVICE, needed, self.card.vram_bytes, what, Ledger(device), cache.slots, phase, cache.reserve_mib
+        )
+
     def _device_shortage(self, what: str, rest: list[Entry], needed: int, slots: int) -> Shortage:
         return Shortage(Memory.DEVICE, needed, self.card.vram_bytes, what, Ledger((*self.fixed, *rest)), slots)
 
@@ -182,7 +203,8 @@ class Decided:
     """What one pass has decided; a plan adds the ledger, which questions about what fits do not need.
 
     Attributes:
-        pinned: host memory taken before the experts. free_bytes: free when the cache is sized.
+        pinned: host memory taken before the experts. later: device memory taken from the cache on.
+        free_bytes: free when the cache is sized.
         after_fill_bytes: free when it has been filled. grow_refusal: why the K/V does not grow although asked to.
     """
 
@@ -191,6 +213,7 @@ class Decided:
     path: PromptPath
     ram: RamPlan
     pinned: tuple[Entry, ...]
+    later: tuple[Entry, ...]
     free_bytes: int
     after_fill_bytes: int
     warnings: tuple[str, ...]

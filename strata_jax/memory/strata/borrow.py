@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from strata_jax.errors import ConfigError
 from strata_jax.memory.layout import align_down, align_up, largest_where
 from strata_jax.memory.strata import ring
+from strata_jax.memory.strata.cache import MIN_KEPT_SLOTS
 from strata_jax.memory.strata.prompt_buffers import request_bytes
 from strata_jax.memory.strata.request import MIB, Card, StrataRequest, Version
 from strata_jax.memory.strata.result import Layout, PromptPath
@@ -22,7 +23,6 @@ from strata_jax.memory.strata.sizes import PackSizes
 BORROW_CHUNKS = (32_768, 16_384, 8_192, 6_144, 4_096, 3_072, 2_048, 1_024, 512, 256)
 GRID_TOKENS = 256
 AUTO_CAP_TOKENS = 8_192
-MIN_KEPT_SLOTS = 128
 LEND_PCT, LEND_PCT_UNPINNED = 90, 85
 HELD_RING_SLOTS = ring.MIN_SLOTS
 """Slots that a byte-sized ring holds beside those it states. Inferred from two published plans: the 1,280-token chunk

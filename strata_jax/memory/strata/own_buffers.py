@@ -87,7 +87,7 @@ def independent_path(
     """
     cap = auto_limit_tokens(request) if request.chunk_tokens is None else request.chunk_tokens
     cap = min(cap, request.context_cells)
-    listed = BORROW_CHUNKS if request.chunk_tokens in (None, *BORROW_CHUNKS) else (request.chunk_tokens, *BORROW_CHUNKS)
+    listed = BORROW_CHUNKS if request.chunk_tokens is None else (*BORROW_CHUNKS, request.chunk_tokens)
     prices = {c: _arena_bytes(sizes, request, card, c) for c in listed}
     chunk = choose_own_chunk(prices.items(), free_bytes, reserve_bytes, cap, borrowed_chunk)
     if not chunk:
@@ -96,17 +96,19 @@ def independent_path(
     why = f"no chunk above {cap:,} tokens was asked for or has a context"
     if larger:
         why = (
-            f"own buffers for {larger[-1]:,} tokens need {prices[larger[-1]] / MIB:,.1f} MiB;"
+            f"own buffers for {min(larger):,} tokens need {prices[min(larger)] / MIB:,.1f} MiB;"
             f" {(free_bytes - reserve_bytes) / MIB:,.1f} MiB are free above the reserve"
         )
+    if request.chunk_tokens not in (None, chunk):
+        why = f"prefill.chunk={request.chunk_tokens} is given and too large: {why}"
     return _path(sizes, slots, request, card, chunk, prices[chunk], why)
 
 
 def own_candidates(request: StrataRequest) -> tuple[int, ...]:
     """Return the chunks a path without borrowing tries, largest first (planning notes 2.6).
 
-    A given chunk, or a limit below all of them, is the only one. Without a profile auto starts at 2,048, where slots exist but none can be lent at
-    1,024, where borrowing is off at the list's largest.
+    A given chunk, or a limit below all of them, is the only one. Without a profile auto starts at 2,048, where slots
+    exist but none can be lent at 1,024, where borrowing is off at the list's largest.
     """
     if request.chunk_tokens is not None:
         return (request.chunk_tokens,)

@@ -7,6 +7,7 @@ the rest less what comes after it, prompt buffers borrow from the cache or use w
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 from strata_jax.memory.ledger import Entry, Ledger, Memory, Origin, Owner, Phase
 from strata_jax.memory.strata.attempt import Attempt, Decided
@@ -31,31 +32,57 @@ def plan_strata(sizes: PackSizes, card: Card, request: StrataRequest) -> StrataP
     return outcome
 
 
-def try_plan_strata(sizes: PackSizes, card: Card, request: StrataRequest) -> StrataPlan | StrataUnfit:
-    """Plan a model's memory, or say why it does not fit, for sweeps. Raises ConfigError."""
+class PlanCheck(Protocol):
+    """What else must be true of a plan: it has the memory that requests ask for later."""
+
+    def missing_bytes(self, plan: StrataPlan) -> int: ...
+
+    def what(self, plan: StrataPlan) -> str: ...
+
+
+def try_plan_strata(
+    sizes: PackSizes, card: Card, request: StrataRequest, *, check: PlanCheck | None = None
+) -> StrataPlan | StrataUnfit:
+    """Plan a model's memory, or say why it does not fit, for sweeps. Raises ConfigError.
+
+    check: a plan in which it finds device memory missing does not fit, nor is it named as one that would.
+    """
     found = _decide(sizes, card, request)
     if isinstance(found, Decided):
-        return found.plan()
+        plan = found.plan()
+        missing = 0 if check is None else check.missing_bytes(plan)
+        if check is None or not missing:
+            return plan
+        shortage = Shortage(
+            Memory.DEVICE, card.vram_bytes + missing, card.vram_bytes, check.what(plan), plan.ledger, plan.slots,
+            Phase.DECODE,
+        )  # fmt: skip
+    else:
+        shortage = _whole(sizes, card, request, found)
 
     def read_tokens(other: StrataRequest) -> int:
         decided = _decide(sizes, card, other)
-        return decided.path.chunk_tokens if isinstance(decided, Decided) else 0
+        if not isinstance(decided, Decided) or (check is not None and check.missing_bytes(decided.plan())):
+            return 0
+        return decided.path.chunk_tokens
 
-    return explain(request, _whole(sizes, card, request, found), read_tokens, slot_step=sizes.num_layers)
+    return explain(request, shortage, read_tokens, slot_step=sizes.num_layers)
 
 
 def growth_refusal(request: StrataRequest) -> str | None:
     """Return why K/V that was asked to grow cannot, as far as the settings tell; None if it can or need not.
 
-    The conditions of planning notes 6.3. What is short of them once slots are counted, `plan_strata` finds.
+    The conditions of planning notes 6.3; slots that pay anywhere (`grow.anywhere`) need neither experts in RAM nor the
+    cache for themselves. What is short of them once slots are counted, `plan_strata` finds.
     """
     if not request.grow.enabled:
         return None
+    under_loan = not request.grow.anywhere
     reasons = {
         f"kv.resident_cells={request.kv_resident_cells}: the K/V lies in RAM": request.kv_resident_cells > 0,
         "there is no expert profile": not request.profile,
-        f"experts without a slot stay in files ({request.tier})": request.tier is not request.tier.ARENA,
-        "the cache is elastic already (upstream.vram_elastic)": request.vram_elastic_mib > 0,
+        f"experts without a slot stay in files ({request.tier})": under_loan and request.tier is not request.tier.ARENA,
+        "the cache is elastic already (upstream.vram_elastic)": under_loan and request.vram_elastic_mib > 0,
         "the token graph is off, so there is no residency table on the device": not request.token_graph,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -81,27 +108,35 @@ def _decide(sizes: PackSizes, card: Card, request: StrataRequest) -> Decided | S
 def _whole(sizes: PackSizes, card: Card, request: StrataRequest, found: Shortage) -> Shortage:
     """Return the shortage with all that is missing, rather than only what the first item without room lacks.
 
-    Checked by planning on a card with so much more; its plan is the ledger then.
+    Checked by planning on a card with so much more; its plan is the ledger then. Where that plan takes even more than
+    such a card has, and no driver pages it, this is missing too. A plan that only overcommits is whole already.
     """
+    if found.overcommits:
+        return found
+    paged = replace(request, spill=True)
 
     def with_more(num_bytes: int) -> Decided | Shortage:
         if found.memory is Memory.DEVICE:
-            return _decide(sizes, replace(card, vram_bytes=card.vram_bytes + num_bytes), request)
+            return _decide(sizes, replace(card, vram_bytes=card.vram_bytes + num_bytes), paged)
         available = None if card.ram_available_bytes is None else card.ram_available_bytes + num_bytes
         larger = replace(card, ram_bytes=card.ram_bytes + num_bytes, ram_available_bytes=available)
-        return _decide(sizes, larger, request)
+        return _decide(sizes, larger, paged)
 
     def is_enough(num_bytes: int) -> bool:
         decided = with_more(num_bytes)
         return isinstance(decided, Decided) or decided.memory is not found.memory
 
-    first = found.needed_bytes - found.budget_bytes
+    first = found.short_bytes
     enough = enough_bytes(first, is_enough)
     decided = with_more(enough)
-    if enough == first or isinstance(decided, Shortage):
+    if isinstance(decided, Shortage):
         return found
-    needed = found.budget_bytes + enough
     entries = [e for e in decided.plan().ledger.entries if e.memory is found.memory]
+    needed = found.budget_bytes + enough
+    if found.memory is Memory.DEVICE and not request.spills_on(card):
+        needed = max(needed, Ledger(tuple(entries)).peak(found.memory)[1])
+    if needed == found.needed_bytes:
+        return found
     left = [max(0, needed - Ledger(tuple(entries)).total_bytes(phase)) for phase in Phase]
     rule = "the reserve, and what slots of whole experts leave (2.2)"
     rest = Entry(Owner.RESERVE, "left free", (left[0], left[1], left[2], left[3]), found.memory, Origin.COMPUTED, rule)

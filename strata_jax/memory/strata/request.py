@@ -59,6 +59,11 @@ class Card:
     vmm_chunk_bytes: int = 2 * MIB
 
 
+def pages_memory(card: Card, spill: bool | None) -> bool:
+    """Say whether device memory beyond the card goes to RAM; spill: as given, None: WDDM does, other drivers do not."""
+    return card.os == "windows" if spill is None else spill
+
+
 @dataclass(frozen=True, slots=True)
 class GrowSettings:
     """Elastic K/V (planning notes 6.3). anywhere: any slot may pay; otherwise those below the loan, as upstream's."""
@@ -91,6 +96,8 @@ class StrataRequest:
         draft_vocab: rows of the drafter's vocabulary.
         token_graph: decoding runs as one graph with a residency table on the device.
         resident_budget_bytes: cap of RAM copies in tier resident.
+        spill: the driver moves device memory to RAM where a plan takes more than the card has; None: as the card's
+            operating system does (`spills_on`).
     """
 
     version: Version = Version.V0_1_41
@@ -133,6 +140,7 @@ class StrataRequest:
     conversation_mib: int = 0
     conversation_slots: int = 4
     conversation_min_free_mib: int = 2_560
+    spill: bool | None = None
 
     @property
     def kv_streamed(self) -> bool:
@@ -146,6 +154,10 @@ class StrataRequest:
     def resident_cells(self) -> int:
         """Cells in device memory of a streamed K/V, no fewer than a selection needs; 0 when it was not asked for."""
         return max(self.kv_resident_cells, MIN_RESIDENT_CELLS) if self.kv_resident_cells > 0 else 0
+
+    def spills_on(self, card: Card) -> bool:
+        """Whether a card's driver moves device memory to RAM instead of refusing it: WDDM does, if nothing is given."""
+        return pages_memory(card, self.spill)
 
     @property
     def window_rows(self) -> int:

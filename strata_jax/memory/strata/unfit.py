@@ -16,11 +16,19 @@ from strata_jax.memory.strata.what_fits import (
     KEYS,
     ReadTokens,
     alternatives,
+    larger_reserve,
     largest_chunk,
     largest_context,
     largest_slots,
     together,
 )
+
+WHILE = {
+    Phase.START: "at the start",
+    Phase.PREFILL: "while a prompt is read",
+    Phase.DECODE: "while decoding",
+    Phase.PARK: "while parked",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,9 @@ class Shortage:
         memory: what is short. needed_bytes: all that must be there; budget_bytes: what there is.
         what: the item that found no room. ledger: what is needed, the reserve and that item included.
         slots: expert slots for which there was room; 0: not known.
+        phase: the phase whose largest owners are named.
+        reserve_mib: the reserve of a plan in which every item found room and `phase` still takes too much (`what` says
+            so); None: an item found no room.
     """
 
     memory: Memory
@@ -39,6 +50,17 @@ class Shortage:
     what: str
     ledger: Ledger
     slots: int = 0
+    phase: Phase = Phase.PREFILL
+    reserve_mib: int | None = None
+
+    @property
+    def short_bytes(self) -> int:
+        return self.needed_bytes - self.budget_bytes
+
+    @property
+    def overcommits(self) -> bool:
+        """Whether every item found room, but the driver would have to page device memory."""
+        return self.reserve_mib is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +86,7 @@ class StrataUnfit:
 
     @property
     def shortfall_bytes(self) -> int:
-        return self.shortage.needed_bytes - self.shortage.budget_bytes
+        return self.shortage.short_bytes
 
     @property
     def ledger(self) -> Ledger:
@@ -102,6 +124,8 @@ class StrataUnfit:
                 "No context, chunk or number of slots is small enough. Use a smaller quantisation (quant=...) or a"
                 f" machine with more memory ({more})."
             )
+        if s.overcommits:
+            parts.append("A driver that pages device memory runs it, slowly: policy.head_alias.spill=true says so.")
         return " ".join(parts)
 
     def error(self) -> DoesNotFit:
@@ -150,10 +174,14 @@ def explain(request: StrataRequest, shortage: Shortage, read_tokens: ReadTokens,
         "expert_cache": largest_slots(request, shortage.slots, chunk, slot_step if request.cache_per_layer else 1),
     }
     others = tuple(alternatives(request, shortage.memory, chunk))
+    if shortage.reserve_mib is not None:
+        least = shortage.reserve_mib - (-shortage.short_bytes // MIB)
+        larger = larger_reserve(request, shortage.reserve_mib, least, chunk)
+        others = others if larger is None else (f"{KEYS['reserve_mib']}={larger}", *others)
     alone = others or any(value is not None for value in largest.values())
     return StrataUnfit(
         shortage=shortage,
-        owners=shortage.ledger.largest_owners(Phase.PREFILL, shortage.memory),
+        owners=shortage.ledger.largest_owners(shortage.phase, shortage.memory),
         given=given_settings(request),
         largest_context=largest["context_cells"],
         largest_chunk=largest["chunk_tokens"],
@@ -164,7 +192,7 @@ def explain(request: StrataRequest, shortage: Shortage, read_tokens: ReadTokens,
 
 
 def given_settings(request: StrataRequest) -> tuple[str, ...]:
-    """Return the settings that a plan must keep, as typed; those that hold back most first."""
+    """Return the settings that a plan must keep, as typed; those that hold back most first. What is auto is not."""
     values: dict[str, Any] = {}
     if request.expert_cache is not None:
         values["expert_cache"] = request.expert_cache
@@ -175,9 +203,10 @@ def given_settings(request: StrataRequest) -> tuple[str, ...]:
     values |= {"context_cells": request.context_cells, "kv_type": request.kv_type}
     if request.kv_resident_cells > 0:
         values["kv_resident_cells"] = request.kv_resident_cells
-    if request.own != "off":
+    if request.own == "on":
         values["own"] = request.own
     if not request.borrow:
         values["borrow"] = "false"
-    values["reserve_mib"] = request.reserve_mib
+    if request.reserve_given:
+        values["reserve_mib"] = request.reserve_mib
     return tuple(f"{KEYS[name]}={value}" for name, value in values.items())

@@ -18,6 +18,8 @@ CONTEXT_STEP_CELLS = 256
 CHUNK_STEP_TOKENS = 256
 MOST_MIB = 2**22
 """No search for enough memory goes beyond this (4 TiB)."""
+MOST_MORE_MIB = 4_096
+"""No search for a larger reserve goes further beyond the first that it tries."""
 KEYS = {
     "context_cells": "model.max_context",
     "chunk_tokens": "prefill.chunk",
@@ -107,10 +109,11 @@ def alternatives(request: StrataRequest, memory: Memory, fits: ReadTokens) -> It
         if fits(replace(request, kv_type=kv_type)):
             yield f"kv.type={kv_type}"
             break
-    if not request.kv_streamed and fits(replace(request, kv_resident_cells=MIN_RESIDENT_CELLS)):
+    grows = request.grow.enabled
+    if not request.kv_streamed and not grows and fits(replace(request, kv_resident_cells=MIN_RESIDENT_CELLS)):
         yield f"kv.resident_cells={MIN_RESIDENT_CELLS}"
-    if not request.grow.enabled and fits(replace(request, grow=replace(request.grow, enabled=True))):
-        yield "kv.grow.enabled=true"
+    if fits(replace(request, grow=replace(request.grow, enabled=not grows))):
+        yield f"policy.kv_grow.enabled={str(not grows).lower()}"
     if not request.borrow and fits(replace(request, borrow=True)):
         yield "prefill.borrow=true"
     if request.own == "on" and fits(replace(request, own="auto")):
@@ -121,18 +124,50 @@ def alternatives(request: StrataRequest, memory: Memory, fits: ReadTokens) -> It
         yield "cache.per_layer=false"
     if request.head_alias and fits(replace(request, head_alias=False)):
         yield "policy.head_alias.enabled=false"
-    reserve_mib = largest_where(
-        lambda mib: bool(fits(replace(request, reserve_mib=mib, reserve_given=True))), 0, request.reserve_mib - 1
-    )
-    if reserve_mib is not None:
+    paged = replace(request, spill=True)  # a reserve may be too small as well: of those that leave room, the largest
+    reserve_mib = largest_where(lambda mib: bool(fits(_reserving(paged, mib))), 0, request.reserve_mib - 1)
+    if reserve_mib is not None and fits(_reserving(request, reserve_mib)):
         yield f"hardware.vram_reserve_mib={reserve_mib}"
 
 
+def larger_reserve(request: StrataRequest, too_small_mib: int, first_mib: int, fits: ReadTokens) -> int | None:
+    """Return the smallest reserve that keeps a plan within the card, in MiB; None where none does.
+
+    What is kept free pays for what no rule reserves and for a lent head that comes back.
+
+    Args:
+        too_small_mib: does not fit. first_mib: tried first; larger ones follow, up to `MOST_MORE_MIB` more.
+    """
+    more = 0
+    while not fits(_reserving(request, first_mib + more)):
+        more = 2 * more or 1
+        if more > MOST_MORE_MIB:
+            return None
+    low, high = too_small_mib, first_mib + more
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(_reserving(request, middle)) else (middle, high)
+    return high
+
+
+def _reserving(request: StrataRequest, reserve_mib: int) -> StrataRequest:
+    return replace(request, reserve_mib=reserve_mib, reserve_given=True)
+
+
 def together(request: StrataRequest, fits: ReadTokens) -> tuple[str, ...]:
-    """Return the smallest K/V and an automatic chunk and cache, with the largest context beside them, if they fit."""
+    """Return the smallest K/V and an automatic chunk and cache, with the largest context beside them, if they fit.
+
+    With a larger reserve where only that keeps such a plan within the card.
+    """
     changes: dict[str, Any] = {"kv_type": "q4_0", "chunk_tokens": None, "expert_cache": None, "borrow": True}
     least = replace(request, **changes, own="off", kv_resident_cells=0, cache_per_layer=False)
-    context = request.context_cells
+    context, reserve_mib = request.context_cells, request.reserve_mib
+    smallest = replace(least, context_cells=min(context, CONTEXT_STEP_CELLS))
+    if not fits(least) and not fits(smallest):
+        larger = larger_reserve(smallest, reserve_mib, reserve_mib + 1, fits)
+        if larger is None:
+            return ()
+        reserve_mib, least = larger, _reserving(least, larger)
     if not fits(least):
         shorter = largest_context(least, fits)
         if shorter is None:
@@ -148,4 +183,6 @@ def together(request: StrataRequest, fits: ReadTokens) -> tuple[str, ...]:
         said.append("cache.per_layer=false")
     if context != request.context_cells:
         said.append(f"model.max_context={context}")
+    if reserve_mib != request.reserve_mib:
+        said.append(f"{KEYS['reserve_mib']}={reserve_mib}")
     return tuple(said)
