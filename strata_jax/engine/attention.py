@@ -85,7 +85,8 @@ def attend(
     """Attend from T tokens at positions ``start + i``, of which the first ``count`` are real.
 
     Returns:
-        output f32[T, E], the arena with the new cells, and the rows for `advance`. Rows past ``count`` write nothing.
+        output f32[T, E] (0 in rows past ``count``), the arena with the new cells, and the rows for `advance`. Rows past
+        ``count`` write nothing.
     """
     num_tokens = u.shape[0]
     positions = start + jnp.arange(num_tokens)
@@ -106,8 +107,9 @@ def attend(
         rows = _update_keys(u, w.indexer, w.ratio, state, start, count, g)
         blocks, chosen = _select(u, w.indexer, w.ratio, rows.keys, positions, start + count, cos, sin, g)
         out = _sparse(q, arena, pages, blocks, chosen, positions, w.ratio, g, layout)
-    gated = out.reshape(num_tokens, g.num_heads, g.head_dim) * gate
-    return linear(gated.reshape(num_tokens, -1), w.out), arena, rows
+    gated = (out.reshape(num_tokens, g.num_heads, g.head_dim) * gate).reshape(num_tokens, -1)
+    # rows past `count` see cells that nobody has written; their NaN would reach real rows in a GDN block's products
+    return linear(jnp.where(valid[:, None], gated, 0.0), w.out), arena, rows
 
 
 def advance(before: IndexState | None, after: IndexState | None, count: jax.Array) -> IndexState | None:

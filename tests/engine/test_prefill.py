@@ -32,6 +32,20 @@ def test_prompt_in_several_reads_equals_one_read(models: ModelStore, load_engine
     assert np.abs(session.prefill(CASE.token_ids[149:150]) - whole).max() <= TOLERANCE
 
 
+@pytest.mark.parametrize("kv_type", ["f32", "int8"])
+def test_cells_that_nobody_has_written_may_hold_anything(models: ModelStore, kv_type: str) -> None:
+    """K/V pages that were expert slots hold their bytes: here NaN in every cell, beside a chunk with unused rows."""
+    path = models.synthetic("nano", 0, overrides={"full_attention_interval": 2, "ple_layer": 0})  # GDN after attention
+    clean, dirty = (load(path, kv_type=kv_type) for _ in range(2))
+    dirty.arena = dirty.arena.at[np.asarray(dirty.tables.kv_pages).reshape(-1)].set(np.uint32(0xFFFFFFFF))
+    sessions = Session(clean), Session(dirty)
+    for tokens in (CASE.token_ids[:104], CASE.token_ids[104:125]):
+        expected, found = (session.prefill(tokens) for session in sessions)
+        np.testing.assert_array_equal(found, expected)
+    rounds = [[r.emitted for r in session.decode(expected, max_tokens=8)] for session in sessions]
+    assert rounds[0] == rounds[1]
+
+
 def test_fifty_prompt_lengths_compile_no_more_than_the_chunk_buckets_need(models: ModelStore) -> None:
     engine = load(models.synthetic(CASE.preset, CASE.seed), chunk_tokens=64)
     assert engine.plan.prefill_buckets == (8, 64)
