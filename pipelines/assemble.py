@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.policies import moving_memory
+from strata_jax.config.checks import auto_limit
 from strata_jax.config.contradictions import given_sources
 from strata_jax.config.schema import AUTO, RunConfig
 from strata_jax.errors import DoesNotFit
@@ -115,7 +116,7 @@ def make_plan(
         context_cells=_given(config.model.max_context),
         workload_cells=need,
         chunk_tokens=_given(config.prefill.chunk),
-        chunk_auto_max=_at_most(config.prefill.chunk) or AUTO_CHUNK_MAX_TOKENS,
+        chunk_auto_max=auto_limit(str(config.prefill.chunk)) or AUTO_CHUNK_MAX_TOKENS,
         expert_slots=_given(config.cache.slots),
         page_bytes=None if config.engine.page_kib == AUTO else int(config.engine.page_kib) * KIB,
         kv_type=config.kv.type.name,
@@ -195,9 +196,3 @@ def _needed_cells(prompt: Prompt, config: RunConfig, geometry: Geometry, *, with
 def _given(value: int | str) -> int | None:
     """A number that was given; None for `auto` and `auto:N`."""
     return None if str(value).startswith(AUTO) else int(value)
-
-
-def _at_most(value: int | str) -> int | None:
-    """The N of `auto:N`."""
-    word, _, limit = str(value).partition(":")
-    return int(limit) if word == AUTO and limit else None

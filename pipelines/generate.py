@@ -61,8 +61,8 @@ def _runtime(
     """The policies at work; None where nothing moves and requests stand alone."""
     if not moves_memory(config, plan, conversations=any(prompt.request.conversation for prompt in prompts)):
         return None
-    from strata_jax.engine.prompt_segments import CheckpointRule
     from strata_jax.engine.runtime import Runtime
+    from strata_jax.policies.prompt_segments import CheckpointRule
 
     cache = config.conversation.prompt_cache
     runtime = Runtime.start(

@@ -18,7 +18,6 @@ from itertools import chain
 import jax
 import numpy as np
 
-from strata_jax.engine.admission import MIB, make_room, ram_refusal, with_checkpoint
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.moves import MoveDone
 from strata_jax.engine.prompt_cache import (
@@ -30,7 +29,6 @@ from strata_jax.engine.prompt_cache import (
     distinct_bytes,
     longest_match,
 )
-from strata_jax.engine.prompt_segments import CheckpointRule, Segment, segments
 from strata_jax.engine.session import Session
 from strata_jax.engine.snapshots import (
     capture,
@@ -43,7 +41,9 @@ from strata_jax.engine.snapshots import (
 from strata_jax.errors import DoesNotFit
 from strata_jax.hardware import available_ram_bytes
 from strata_jax.memory.ledger import Owner
+from strata_jax.policies.admission import MIB, make_room, ram_refusal, with_checkpoint
 from strata_jax.policies.moves import MoveKind
+from strata_jax.policies.prompt_segments import CheckpointRule, Segment, segments
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from strata_jax.engine.conversations import ConversationSettings, ConversationSt
 from strata_jax.engine.engine import LEDGER_TOLERANCE_FRAC, Engine
 from strata_jax.engine.moves import MoveDone, Mover
 from strata_jax.engine.prompt_cache import Match
-from strata_jax.engine.prompt_segments import CheckpointRule, Segment, segments
 from strata_jax.engine.residency import Fill
 from strata_jax.engine.session import ChunkRecord, RoundRecord, Session
 from strata_jax.engine.snapshots import checkpoint_bytes, image_bytes
@@ -31,6 +30,7 @@ from strata_jax.policies.device import DeviceSettings, device_stack, first_state
 from strata_jax.policies.invariants import check_state
 from strata_jax.policies.ledger_now import owner_bytes
 from strata_jax.policies.moves import Move, MoveKind
+from strata_jax.policies.prompt_segments import CheckpointRule, Segment, segments
 from strata_jax.policies.stack import PolicyStack
 from strata_jax.policies.state import EMPTY, GIVEN, Conversation, MemoryState, RequestFacts, Step, with_slots
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from strata_jax.policies.admission import MIB, make_room, ram_refusal, with_checkpoint
 from strata_jax.policies.moves import Move, MoveKind
 from strata_jax.policies.policy import Policy, PolicyContext
 from strata_jax.policies.state import Conversation, MemoryState, RequestFacts, Step
-
-MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +39,16 @@ class ConversationBudget(Policy):
         if budget <= 0 or request.conversation_slots <= 0:
             return Step(gone)
         size = ctx.prices.image_bytes(live.tokens, len(live.checkpoints))
-        room = _make_room(state, live, facts.conversation, size, budget, request.conversation_slots)
+        room = make_room(state.parked, live.name, facts.conversation, size, budget, request.conversation_slots)
         if isinstance(room, str):
             return _skip(gone, live, room)
         kept, dropped = room
         available = state.ram_available_bytes
-        if available is None:
-            return _skip(gone, live, "available RAM is unknown")
         freed = sum(c.bytes for c in dropped)
-        if available + freed < floor or size > available + freed - floor:
-            return _skip(
-                gone, live, f"{size / MIB:,.0f} MiB with {(available + freed) / MIB:,.0f} MiB of RAM available;"
-                f" conversation.min_free_mib={floor // MIB:,} must stay free",
-            )  # fmt: skip
+        refusal = ram_refusal(None if available is None else available + freed, size, floor)
+        if refusal is not None:
+            return _skip(gone, live, refusal)
+        assert available is not None  # unknown RAM is refused
         image = replace(live, bytes=size, order=state.clock)
         moves = [_drop(c, "room for a newer one") for c in dropped]
         moves.append(
@@ -137,10 +133,7 @@ def store_checkpoint(checkpoints: tuple[int, ...], tokens: int, capacity: int) -
     """
     if capacity <= 0 or tokens <= 0:
         return checkpoints[: max(0, capacity)]
-    kept = [*(c for c in checkpoints if c != tokens), tokens]
-    while len(kept) > capacity:
-        kept.pop(1 if capacity >= 2 else 0)
-    return tuple(kept)
+    return with_checkpoint([c for c in checkpoints if c != tokens], tokens, capacity)
 
 
 def with_live(ctx: PolicyContext, state: MemoryState, facts: RequestFacts, tokens: int) -> Step:
@@ -165,27 +158,6 @@ def with_live(ctx: PolicyContext, state: MemoryState, facts: RequestFacts, token
             )  # fmt: skip
     session = Conversation(facts.conversation, tokens, checkpoints=stored, order=state.clock)
     return Step(replace(state, live=session, clock=state.clock + 1), tuple(moves))
-
-
-def _make_room(
-    state: MemoryState, live: Conversation, incoming: str, size: int, budget: int, most: int
-) -> tuple[list[Conversation], list[Conversation]] | str:
-    """Return (kept, dropped) parked sessions, or why nothing can make enough room.
-
-    Older images of the same conversation are superseded (#342). What the request is about to restore is not evicted.
-    """
-    dropped = [c for c in state.parked if c.name == live.name]
-    kept = sorted((c for c in state.parked if c.name != live.name), key=lambda c: c.order)
-    protected = [c for c in kept if c.pinned or c.name == incoming]
-    if sum(c.bytes for c in protected) + size > budget:
-        return f"{size / MIB:,.0f} MiB; conversation.budget_mib={budget // MIB:,} has no room for it"
-    if len(protected) >= most:
-        return f"conversation.slots={most} are taken"
-    while sum(c.bytes for c in kept) + size > budget or len(kept) >= most:
-        oldest = next(c for c in kept if c not in protected)
-        kept.remove(oldest)
-        dropped.append(oldest)
-    return kept, dropped
 
 
 def _drop(conversation: Conversation, why: str) -> Move:

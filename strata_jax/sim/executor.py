@@ -13,6 +13,7 @@ from strata_jax.memory.strata.result import StrataPlan
 from strata_jax.memory.strata.sizes import PackSizes
 from strata_jax.policies.conversation_budget import match_prefix
 from strata_jax.policies.moves import Move, MoveKind
+from strata_jax.policies.prompt_segments import segments
 from strata_jax.policies.stack import PolicyStack
 from strata_jax.policies.state import MemoryState, RequestFacts, Step
 from strata_jax.sim.decoding import Decoder, DecodeTally
@@ -22,7 +23,6 @@ from strata_jax.sim.profile import Profile
 from strata_jax.sim.reading import PromptReader, ReadTally
 from strata_jax.sim.requests import SimRequest
 from strata_jax.sim.results import RequestResult, SimRun
-from strata_jax.sim.segments import segments
 
 __all__ = ["SimOptions", "simulate"]
 
@@ -85,7 +85,8 @@ def _serve(
         text = f"{free_mib:,.0f} MiB of device memory are free when a request starts"
         journal.warn(text, f", less than {LOW_FREE_MIB:,} MiB: {request.name}")
     match = match_prefix(state, request.conversation, request.common_tokens, request.prompt_tokens)
-    parts = segments(request, match.tokens, machine.options.checkpoints)
+    # the last prompt token is the first decode window
+    parts = segments(request.prompt_tokens - 1, request.turns, match.tokens, machine.options.checkpoints)
     facts = RequestFacts(
         name=request.name,
         conversation=request.conversation,

@@ -17,6 +17,7 @@ from strata_jax.memory.strata.sizes import PackSizes
 from strata_jax.policies.ledger_now import owner_bytes
 from strata_jax.policies.moves import Move, MoveKind
 from strata_jax.policies.policy import PolicyContext
+from strata_jax.policies.prompt_segments import CheckpointRule
 from strata_jax.policies.stack import PolicyStack
 from strata_jax.policies.state import MemoryState, Step, initial_slots
 from strata_jax.sim.acceptance import DraftModel
@@ -24,7 +25,6 @@ from strata_jax.sim.decode_cost import auto_pcie_frac
 from strata_jax.sim.os_effects import spill_bytes, spill_ms
 from strata_jax.sim.popularity import ExpertTraffic, PopularityCurve, Residency, expert_traffic
 from strata_jax.sim.profile import Profile
-from strata_jax.sim.segments import CheckpointRule
 from strata_jax.sim.trace import RoutingTrace
 
 LOW_FREE_MIB = 1_024  # free device memory below which upstream warns when a request begins (0.1.43.1)

@@ -14,6 +14,7 @@ import numpy as np
 from strata_jax.memory.strata.kv_pools import kv_token_bytes
 from strata_jax.memory.strata.request import ExpertTier
 from strata_jax.policies.moves import Move, MoveKind
+from strata_jax.policies.prompt_segments import Segment
 from strata_jax.policies.state import MemoryState, RequestFacts, Step
 from strata_jax.sim.decode_cost import round_cost
 from strata_jax.sim.decoding import round_facts
@@ -22,7 +23,6 @@ from strata_jax.sim.move_times import time_of
 from strata_jax.sim.popularity import Residency
 from strata_jax.sim.prefill_cost import ChunkCost, ChunkFacts, chunk_cost, segment_ms
 from strata_jax.sim.requests import SimRequest
-from strata_jax.sim.segments import Segment
 
 SUFFIX_ROWS = 2  # prompt look-up widens the verify window by two rows (planning notes 4.2)
 MAX_ROWS = 8

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from strata_jax.config.checks import auto_limit
 from strata_jax.config.choices import Compat, Replacement, Tier
 from strata_jax.config.executors import LOCAL, has_strata_memory, is_preset
 from strata_jax.config.fields import AUTO
@@ -29,6 +30,7 @@ from strata_jax.memory.strata.unfit import StrataUnfit
 from strata_jax.policies.head_alias import break_even_tokens
 from strata_jax.policies.policy import AdaptSettings, PolicyParameters
 from strata_jax.policies.policy import Compat as PolicyCompat
+from strata_jax.policies.prompt_segments import CheckpointRule
 from strata_jax.policies.stack import PolicyStack, policy_stack
 from strata_jax.presets import preset_geometry
 from strata_jax.sim.compat import allowed_request
@@ -38,7 +40,6 @@ from strata_jax.sim.machine import SimOptions
 from strata_jax.sim.prefill_cost import head_load_ms, relayout_ms
 from strata_jax.sim.profile import Profile, load_profile, profile_for_gpu, read_profile
 from strata_jax.sim.requests import SimRequest
-from strata_jax.sim.segments import CheckpointRule
 from strata_jax.sim.trace import read_routing_trace
 from strata_jax.sim.workload import sim_requests
 from strata_jax.synthetic import builtin_model_path
@@ -241,7 +242,7 @@ def strata_request(config: RunConfig, geometry: Geometry, sizes: PackSizes, card
         cap_expert_cache=upstream,
         cache_per_layer=cache.per_layer,
         chunk_tokens=_integer(prefill.chunk),
-        chunk_auto_max=_at_most(prefill.chunk) or AUTO_CHUNK_MAX_TOKENS,
+        chunk_auto_max=auto_limit(str(prefill.chunk)) or AUTO_CHUNK_MAX_TOKENS,
         reserve_mib=reserve,
         reserve_given=config.hardware.vram_reserve_mib != AUTO,
         borrow=prefill.borrow is True or prefill.borrow == AUTO,
@@ -357,7 +358,7 @@ def _xla_request(config: RunConfig, inputs: SimInputs) -> PlanRequest:
         context_cells=_integer(config.model.max_context),
         workload_cells=need,
         chunk_tokens=_integer(config.prefill.chunk),
-        chunk_auto_max=_at_most(config.prefill.chunk) or AUTO_CHUNK_MAX_TOKENS,
+        chunk_auto_max=auto_limit(str(config.prefill.chunk)) or AUTO_CHUNK_MAX_TOKENS,
         expert_slots=_integer(config.cache.slots),
         page_bytes=None if config.engine.page_kib == AUTO else int(config.engine.page_kib) * KIB,
         kv_type=config.kv.type.name,
@@ -400,9 +401,3 @@ def _bytes(mib: int | str | None) -> int | None:
 
 def _switch(value: bool | str) -> bool | None:
     return None if isinstance(value, str) else value
-
-
-def _at_most(value: int | str) -> int | None:
-    """The N of `auto:N`."""
-    word, _, limit = str(value).partition(":")
-    return int(limit) if word == AUTO and limit else None

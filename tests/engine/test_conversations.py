@@ -14,12 +14,12 @@ from strata_jax.engine.conversations import ConversationSettings, ConversationSt
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.gdn import GdnState
 from strata_jax.engine.moves import MoveDone
-from strata_jax.engine.prompt_segments import CheckpointRule
 from strata_jax.engine.session import Session
 from strata_jax.engine.snapshots import checkpoint_bytes, image_bytes, image_hash, state_hash
 from strata_jax.errors import ConfigError, DoesNotFit
 from strata_jax.memory.ledger import Owner
 from strata_jax.policies.moves import MoveKind
+from strata_jax.policies.prompt_segments import CheckpointRule
 from tests.engine.conftest import load
 from tests.oracle.models import PARITY_CASES, ModelStore
 

@@ -16,7 +16,6 @@ import pytest
 
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.moves import Mover
-from strata_jax.engine.prompt_segments import CheckpointRule, segments
 from strata_jax.engine.residency import Fill
 from strata_jax.engine.runtime import Runtime
 from strata_jax.engine.session import Session
@@ -28,6 +27,7 @@ from strata_jax.memory.request import MovingMemory, PlanRequest
 from strata_jax.policies.device import NO_SWAPS, DeviceSettings
 from strata_jax.policies.moves import MoveKind
 from strata_jax.policies.policy import AdaptSettings
+from strata_jax.policies.prompt_segments import CheckpointRule, segments
 from tests.oracle.models import ModelStore, sample_tokens
 
 POLICIES = ("borrow", "own", "head_alias", "kv_grow", "conversations", "adaptive", "short_reads")

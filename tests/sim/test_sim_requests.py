@@ -11,6 +11,7 @@ import yaml
 
 from strata_jax.config.schema import WorkloadConfig
 from strata_jax.errors import ConfigError
+from strata_jax.policies.prompt_segments import CheckpointRule, segments
 from strata_jax.sim.requests import (
     SimRequest,
     agent_loop,
@@ -20,7 +21,6 @@ from strata_jax.sim.requests import (
     single,
     taking_turns,
 )
-from strata_jax.sim.segments import CheckpointRule, segments
 from strata_jax.sim.workload import sim_requests
 from strata_jax.workloads import DATA_FILE
 
@@ -137,22 +137,22 @@ def test_a_question_about_a_document_continues_its_conversation() -> None:
 
 def test_segments_end_at_root_last_turn_and_before_the_last_token() -> None:
     request = SimRequest("a", "a", 50_000, 1, turns=(0, 900, 3000, 40_000, 49_995))
-    parts = segments(request, 0, CheckpointRule())
+    parts = segments(request.prompt_tokens - 1, request.turns, 0, CheckpointRule())
     assert [(p.start, p.end) for p in parts] == [(0, 3000), (3000, 49_995), (49_995, 49_999)]
     assert [p.checkpoints for p in parts] == [(3000,), (16_384, 32_768, 49_152, 49_995), ()]
 
 
 def test_segments_after_reuse_have_no_root_and_read_only_what_is_left() -> None:
     request = SimRequest("a", "a", 50_000, 1, turns=(0, 900, 3000, 49_995))
-    assert [(p.start, p.end) for p in segments(request, 20_000, CheckpointRule())] == [
+    assert [(p.start, p.end) for p in segments(request.prompt_tokens - 1, request.turns, 20_000, CheckpointRule())] == [
         (20_000, 49_995),
         (49_995, 49_999),
     ]
-    assert segments(request, 49_999, CheckpointRule()) == []
-    assert segments(request, 0, CheckpointRule(every=0))[1].checkpoints == (49_995,)
+    assert segments(request.prompt_tokens - 1, request.turns, 49_999, CheckpointRule()) == []
+    assert segments(request.prompt_tokens - 1, request.turns, 0, CheckpointRule(every=0))[1].checkpoints == (49_995,)
 
 
 def test_the_published_follow_up_starts_at_the_last_turn_of_the_prompt_before() -> None:
     first = single(29_842)
-    assert segments(first, 0, CheckpointRule())[-2].checkpoints[-1] == 29_837
+    assert segments(first.prompt_tokens - 1, first.turns, 0, CheckpointRule())[-2].checkpoints[-1] == 29_837
     assert follow_up(first, 31, name="next", common=29_837).prompt_tokens == 29_868

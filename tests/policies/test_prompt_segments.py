@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata_jax.engine.prompt_segments import CheckpointRule, Segment, segments, turn_positions
+from strata_jax.policies.prompt_segments import CheckpointRule, Segment, segments, turn_positions
 
 RULE = CheckpointRule(every=100, root=40)
 

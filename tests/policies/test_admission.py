@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from strata_jax.engine.admission import MIB, make_room, ram_refusal, with_checkpoint
+from strata_jax.policies.admission import MIB, make_room, ram_refusal, with_checkpoint
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 MIB = 2**20
+_SMALL_MIB = 10  # sizes below are shown with decimals
 
 
 class ParkedFacts(Protocol):
@@ -41,7 +42,7 @@ def make_room(
     kept = sorted((c for c in parked if c.name != leaving), key=lambda c: c.order)
     protected = [c for c in kept if c.pinned or c.name == incoming]
     if sum(c.bytes for c in protected) + size > budget:
-        return f"{size / MIB:,.2f} MiB; conversation.budget_mib={budget / MIB:,.0f} has no room for it"
+        return f"{_size(size)}; conversation.budget_mib={budget / MIB:,.0f} has no room for it"
     if len(protected) >= most:
         return f"conversation.slots={most} are taken"
     while sum(c.bytes for c in kept) + size > budget or len(kept) >= most:
@@ -62,7 +63,7 @@ def ram_refusal(available: int | None, size: int, floor: int) -> str | None:
         return "available RAM is unknown"
     if available < floor or size > available - floor:
         return (
-            f"{size / MIB:,.2f} MiB with {available / MIB:,.0f} MiB of RAM available;"
+            f"{_size(size)} with {available / MIB:,.0f} MiB of RAM available;"
             f" conversation.min_free_mib={floor / MIB:,.0f} must stay free"
         )
     return None
@@ -77,3 +78,8 @@ def with_checkpoint(stored: Sequence[C], new: C, capacity: int) -> tuple[C, ...]
     while len(kept) > capacity:
         kept.pop(1 if capacity >= 2 else 0)
     return tuple(kept)
+
+
+def _size(num_bytes: int) -> str:
+    mib = num_bytes / MIB
+    return f"{mib:,.2f} MiB" if mib < _SMALL_MIB else f"{mib:,.0f} MiB"
