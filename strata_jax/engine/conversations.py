@@ -40,8 +40,8 @@ from strata_jax.engine.snapshots import (
 )
 from strata_jax.errors import DoesNotFit
 from strata_jax.hardware import available_ram_bytes
-from strata_jax.memory.ledger import Owner
-from strata_jax.policies.admission import MIB, make_room, ram_refusal, with_checkpoint
+from strata_jax.memory.ledger import MIB, Owner
+from strata_jax.policies.admission import make_room, ram_refusal, with_checkpoint
 from strata_jax.policies.moves import MoveKind
 from strata_jax.policies.prompt_segments import CheckpointRule, Segment, segments
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-MIB = 2**20
+from strata_jax.memory.ledger import MIB
+
 _SMALL_MIB = 10  # sizes below are shown with decimals
 
 

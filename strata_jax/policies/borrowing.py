@@ -11,11 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from strata_jax.errors import DoesNotFit
+from strata_jax.memory.ledger import MIB
 from strata_jax.policies.moves import Move, MoveKind
 from strata_jax.policies.policy import Policy, PolicyContext
 from strata_jax.policies.state import GIVEN, MemoryState, RequestFacts, Step
-
-MIB = 2**20
 
 
 class Borrowing(Policy):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from strata_jax.policies.admission import MIB, make_room, ram_refusal, with_checkpoint
+from strata_jax.memory.ledger import MIB
+from strata_jax.policies.admission import make_room, ram_refusal, with_checkpoint
 from strata_jax.policies.moves import Move, MoveKind
 from strata_jax.policies.policy import Policy, PolicyContext
 from strata_jax.policies.state import Conversation, MemoryState, RequestFacts, Step

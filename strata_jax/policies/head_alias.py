@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_jax.errors import DoesNotFit, StrataError
+from strata_jax.memory.ledger import MIB
 from strata_jax.policies.moves import Move, MoveKind
 from strata_jax.policies.policy import CHUNK_GRID_TOKENS, Compat, Policy, PolicyContext
 from strata_jax.policies.state import MemoryState, RequestFacts, Step
-
-MIB = 2**20
 
 
 class HeadAlias(Policy):

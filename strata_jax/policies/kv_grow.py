@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_jax.errors import DoesNotFit
+from strata_jax.memory.ledger import MIB
 from strata_jax.policies.adaptive import land
 from strata_jax.policies.grow_anywhere import give_coldest, take_back
 from strata_jax.policies.moves import Move, MoveKind
@@ -23,7 +24,6 @@ from strata_jax.policies.policy import Policy, PolicyContext, refit_chunk
 from strata_jax.policies.residency import ColdestSlots, heat, hottest_that_fit
 from strata_jax.policies.state import GIVEN, MemoryState, RequestFacts, SlotTable, Step
 
-MIB = 2**20
 GIB = 2**30
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from strata_jax.errors import DoesNotFit
+from strata_jax.memory.ledger import MIB
 from strata_jax.policies.moves import Move, MoveKind
 from strata_jax.policies.policy import Policy, PolicyContext
 from strata_jax.policies.state import MemoryState, Step, own_at_start_bytes
-
-MIB = 2**20
 
 
 class OwnPrefill(Policy):

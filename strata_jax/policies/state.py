@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_jax.memory.ledger import Memory, Owner, Phase
+from strata_jax.memory.ledger import MIB, Memory, Owner, Phase
 from strata_jax.policies.moves import Move
 
 if TYPE_CHECKING:
     from strata_jax.memory.strata.result import StrataPlan
     from strata_jax.memory.strata.sizes import PackSizes
 
-MIB = 2**20
 EMPTY = -1
 GIVEN = -2
 

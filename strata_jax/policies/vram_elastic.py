@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from strata_jax.memory.ledger import MIB
 from strata_jax.memory.strata.borrow import lend_pct
 from strata_jax.memory.strata.cache import MIN_KEPT_SLOTS
 from strata_jax.policies.adaptive import land
@@ -18,8 +19,6 @@ from strata_jax.policies.moves import Move, MoveKind
 from strata_jax.policies.policy import CHUNK_GRID_TOKENS, Policy, PolicyContext, refit_chunk
 from strata_jax.policies.residency import hottest_that_fit
 from strata_jax.policies.state import EMPTY, GIVEN, MemoryState, SlotTable, Step, with_slots
-
-MIB = 2**20
 
 
 class VramElastic(Policy):

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from strata_jax.memory.ledger import MIB
 from strata_jax.memory.strata.request import ExpertTier, StrataRequest
 from strata_jax.policies.adaptive import AdaptiveSlots
 from strata_jax.policies.moves import Move, MoveKind
 from strata_jax.policies.state import MemoryState
 from strata_jax.sim.acceptance import NO_DRAFTS, RoundMix
 from strata_jax.sim.decode_cost import RoundFacts, round_cost
-from strata_jax.sim.machine import MIB, Journal, Machine, SimOptions
+from strata_jax.sim.machine import Journal, Machine, SimOptions
 from strata_jax.sim.move_times import time_of
 from strata_jax.sim.popularity import Residency
 from strata_jax.sim.requests import SimRequest

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from strata_jax.errors import ConfigError
+from strata_jax.memory.ledger import MIB
 from strata_jax.memory.strata.result import StrataPlan
 from strata_jax.memory.strata.sizes import PackSizes
 from strata_jax.policies.conversation_budget import match_prefix
@@ -17,7 +18,7 @@ from strata_jax.policies.prompt_segments import segments
 from strata_jax.policies.stack import PolicyStack
 from strata_jax.policies.state import MemoryState, RequestFacts, Step
 from strata_jax.sim.decoding import Decoder, DecodeTally
-from strata_jax.sim.machine import LOW_FREE_MIB, MIB, Journal, Machine, SimOptions, Sink, noise_factors
+from strata_jax.sim.machine import LOW_FREE_MIB, Journal, Machine, SimOptions, Sink, noise_factors
 from strata_jax.sim.move_times import time_of
 from strata_jax.sim.profile import Profile
 from strata_jax.sim.reading import PromptReader, ReadTally

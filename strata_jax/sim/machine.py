@@ -28,7 +28,6 @@ from strata_jax.sim.profile import Profile
 from strata_jax.sim.trace import RoutingTrace
 
 LOW_FREE_MIB = 1_024  # free device memory below which upstream warns when a request begins (0.1.43.1)
-MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)

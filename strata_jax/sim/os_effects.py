@@ -6,10 +6,10 @@ PCIe. Off by default and in reproductions, where the published rows with nothing
 
 from __future__ import annotations
 
+from strata_jax.memory.ledger import MIB
 from strata_jax.sim.prefill_cost import MS_PER_GB_S
 from strata_jax.sim.profile import Profile
 
-MIB = 2**20
 SAFE_BYTES = 256 * MIB  # the engine's own final check, planning notes 2.3
 
 

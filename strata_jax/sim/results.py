@@ -9,8 +9,6 @@ from typing import Any
 
 from strata_jax.policies.state import MemoryState
 
-MIB = 2**20
-
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:

@@ -17,7 +17,7 @@ from typing import Any
 from strata_jax.config.contradictions import VRAM_RESERVE_MIB
 from strata_jax.config.schema import RunConfig
 from strata_jax.errors import ConfigError, DoesNotFit, StrataError
-from strata_jax.memory.ledger import Ledger, Memory, Phase
+from strata_jax.memory.ledger import MIB, Ledger, Memory, Phase
 from strata_jax.memory.strata.request import StrataRequest
 from strata_jax.memory.strata.result import StrataPlan
 from strata_jax.memory.strata.unfit import StrataUnfit
@@ -37,7 +37,6 @@ from strata_jax.sim.search_space import (
 )
 from strata_jax.sim.setup import complete_setup, plan_or_unfit, requests_of, sim_inputs
 
-MIB = 2**20
 TIE_SHARE = 0.005  # candidates this near to the fastest are equal, no fit can tell them apart; the simplest is taken
 SAMPLE_REQUESTS = 40  # that a candidate is tried on, at least: whole conversations
 LEAST_GAIN = 0.005  # a parameter leaves its default for this much and more

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-MIB = 2**20
+from strata_jax.memory.ledger import MIB
+
 MIN_RESIDENT_CELLS = 20_480
 MAX_WINDOW_ROWS = 8
 SUFFIX_ROWS = 2
