@@ -99,10 +99,6 @@ class MemoryPlan:
         return frozenset((bucket, lent) for i, bucket in enumerate(self.prefill_buckets) for lent in {*segments[i:]})
 
     @property
-    def padded_chunk_tokens(self) -> int:
-        return self.prefill_buckets[-1]
-
-    @property
     def kv_first_page(self) -> int:
         return self.arena.kv_first_page
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -70,9 +69,3 @@ def _fill(target: dict[str, Any], values: Mapping[str, Any]) -> bool:
             target[key] = value
             filled = True
     return filled
-
-
-def first_number(text: Any) -> float | None:
-    """Return the first number in a text such as `16` or `16 MiB`, or None."""
-    found = re.search(r"\d+(?:\.\d+)?", str(text))
-    return float(found.group()) if found else None
