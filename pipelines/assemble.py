@@ -6,13 +6,15 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.policies import moving_memory
+from pipelines.rankings import given_ranking
 from strata_jax.config.checks import auto_limit
 from strata_jax.config.contradictions import given_sources
+from strata_jax.config.executors import preset_notes
 from strata_jax.config.schema import AUTO, RunConfig
 from strata_jax.errors import DoesNotFit
 from strata_jax.geometry import Geometry
@@ -108,7 +110,7 @@ def make_plan(
 
     with_output: whether the requests' output tokens need cells too.
     """
-    notes = _stand_in(config)
+    notes = [*_stand_in(config), *preset_notes(config)]
     hardware = describe_target(config)
     usable_bytes = device_budget_bytes(config, hardware)
     need = max((_needed_cells(p, config, geometry, with_output=with_output) for p in prompts), default=None)
@@ -126,7 +128,11 @@ def make_plan(
         reserve_bytes=0 if usable_bytes is None else hardware.vram_reserve_bytes,
         host_budget_bytes=hardware.ram_budget_bytes,
         shared_memory=hardware.gpu is None,
-        moving=moving_memory(config, geometry, _given(config.model.max_context) or need),
+        moving=replace(
+            moving_memory(config, geometry, _given(config.model.max_context) or need),
+            resident_cells=config.kv.resident_cells,
+        ),
+        ranking=given_ranking(config, record),
     )
     made = try_plan(geometry, request)
     text = plan_text(made)

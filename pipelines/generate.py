@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.assemble import Prompt, load_engine, make_plan, open_model, read_prompts
 from pipelines.policies import device_settings, moves_memory
+from pipelines.rankings import check_learned_target, save_learned
 from strata_jax.config.schema import RunConfig
 from strata_jax.engine.text_stream import TextStream
 from strata_jax.gguf.tokenizer import Tokenizer
+from strata_jax.memory.ledger import MIB
 from strata_jax.memory.plan import MemoryPlan
 from strata_jax.report.progress import SlowProgress
 from strata_jax.report.record import RunRecord
@@ -35,6 +37,7 @@ TAIL_TOKENS = 5  # of a conversation's prompt, from where the answer's turn begi
 def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     """Run the workload's requests in order, as often as asked, and return the summary."""
     file, geometry = open_model(config)
+    check_learned_target(config, geometry)
     prompts, tokenizer = read_prompts(config, file, geometry)
     plan, hardware = make_plan(config, geometry, prompts, record)
     engine = load_engine(config, hardware, file, geometry, plan, record)
@@ -51,6 +54,7 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
             run_s.append(engine.programs.clock_s() - started_s)
     finally:  # also what an interrupted run has done
         record.update(**_summary(finished, run_s, engine))
+        save_learned(config, runtime, record)
     console().print(result_table(record.summary))
     return {}
 
@@ -67,9 +71,12 @@ def _runtime(
     cache = config.conversation.prompt_cache
     runtime = Runtime.start(
         engine, device_settings(config, plan), rule=CheckpointRule(cache.every, cache.root), sink=journal,
-        check=config.engine.check,
+        check=config.engine.check, min_p=config.spec.min_p, count_uses=config.cache.profile_save is not None,
     )  # fmt: skip
     print(f"Policies: {', '.join(runtime.stack.names)}")
+    wanted_mib = config.policy.vram_elastic.wanted_mib
+    if wanted_mib is not None:
+        runtime.vram_change(wanted_mib * MIB)
     journal.show()
     return runtime
 

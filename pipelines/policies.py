@@ -21,7 +21,7 @@ def moving_memory(config: RunConfig, geometry: Geometry, context_cells: int | No
 
     context_cells: the context as far as it is known before planning; None: the model's own.
     """
-    grow, own = config.kv.grow, config.prefill.own
+    grow, own, elastic = config.kv.grow, config.prefill.own, config.policy.vram_elastic
     grows = grow.enabled is True
     init = None
     if grows:
@@ -35,15 +35,16 @@ def moving_memory(config: RunConfig, geometry: Geometry, context_cells: int | No
         head_alias=config.policy.head_alias.enabled is True,
         grow_init_cells=init,
         floor_slots=0 if not grows else floor if grow.floor_slots == AUTO else int(grow.floor_slots),
+        elastic_bytes=elastic.segment_mib * MIB if elastic.enabled else 0,
         conversation_bytes=int(config.conversation.budget_mib) * MIB,
         checkpoints=int(config.conversation.prompt_cache.checkpoints),
     )
 
 
 def moves_memory(config: RunConfig, plan: MemoryPlan, *, conversations: bool) -> bool:
-    """Say whether requests run under policies: something may move, or conversations go on."""
-    adapts = config.cache.replacement is Replacement.adaptive
-    return plan.request.moving != MovingMemory() or adapts or conversations or int(config.prefill.short_read_tokens) > 0
+    """Say whether requests run under policies: something may move or is counted, or conversations go on."""
+    counts = config.cache.replacement is Replacement.adaptive or config.cache.profile_save is not None
+    return plan.request.moving != MovingMemory() or counts or conversations or int(config.prefill.short_read_tokens) > 0
 
 
 def device_settings(config: RunConfig, plan: MemoryPlan) -> DeviceSettings:
@@ -52,6 +53,7 @@ def device_settings(config: RunConfig, plan: MemoryPlan) -> DeviceSettings:
     step = min(GROW_STEP_CELLS, max(plan.cells_per_page, plan.context_cells // STEP_SHARE))
     least = config.policy.head_alias.min_fresh_tokens
     return DeviceSettings(
+        grow_anywhere=grow.anywhere is not False,
         grow_step_cells=step if grow.step_cells == AUTO else int(grow.step_cells),
         hysteresis_steps=grow.hysteresis_steps,
         keep_restorable=grow.keep_restorable,

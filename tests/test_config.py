@@ -159,10 +159,7 @@ def test_C03_memory_fraction_outside_its_range_is_refused(value: str, compose_co
 @pytest.mark.parametrize(
     "override",
     [
-        "policy.vram_elastic.enabled=true",
         "policy.compat=upstream",
-        "kv.grow.anywhere=false",
-        "kv.resident_cells=20480",
         "upstream.mtp=false",
         "cache.per_layer=true",
         "prefill.lend_pct=80",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata_jax.config.choices import Compat, DecideAt, KvType, OwnBuffers, Replacement
-from strata_jax.config.fields import AUTO, IN_SIM, node, setting
+from strata_jax.config.fields import AUTO, IN_SIM, ON_DEVICE, node, setting
 
 USE = "use this policy; auto: policy=auto decides"
 
@@ -39,9 +39,8 @@ class KvGrowConfig:
     hysteresis_steps: int = setting(2, "spare steps kept before cells are given back", unit="steps", low=0, high=1024)
     anywhere: bool | str = setting(
         AUTO,
-        "the coldest slots pay, wherever they lie; false: those just under the loan, as in the original; auto: only"
-        " where none lie there, never with policy.compat=upstream",
-        executors=IN_SIM,
+        "the coldest slots pay, wherever they lie; false: those just under the loan, as in the original; auto: on the"
+        " device yes, in simulations only where none lie there, never with policy.compat=upstream",
     )
     keep_restorable: bool = setting(False, "trimming leaves what the longest parked conversation needs")
     request_margin_cells: int = setting(256, "cells mapped beyond a prompt", unit="cells", low=0, high=1_048_576)
@@ -54,11 +53,11 @@ class KvConfig:
     grow: KvGrowConfig = node(KvGrowConfig, "elastic K/V")
     resident_cells: int = setting(
         0,
-        "cells kept on the device, the rest in RAM (20,480 at least); 0: all",
+        "cells kept on the device, the last ones, the others in RAM; at least what a chunk or a round writes and a page"
+        " more, with strata memory models 20,480; 0: all",
         unit="cells",
         low=0,
         high=16_777_216,
-        executors=IN_SIM,
     )
 
 
@@ -98,13 +97,18 @@ class CacheConfig:
     )
     profile: str = setting(
         AUTO,
-        "ranking of experts to fill the slots from; auto: the popularity model's; none: no ranking",
-        available=(AUTO, "none"),
-        executors=IN_SIM,
+        "file with a ranking of experts, of this project or STRP: the hottest get the slots, and no others; auto: in"
+        " simulations the popularity model's, on the device blocks take turns; none: no ranking, simulations only",
+    )
+    profile_save: str | None = setting(
+        None,
+        "file that the ranking learned in this run is written to at its end; uses are counted for it, whatever"
+        " cache.replacement is",
+        executors=ON_DEVICE,
     )
     ranked: int | str = setting(
         AUTO,
-        "experts that the ranking holds, which limits the slots; auto: all",
+        "experts of the ranking that may have slots; auto: all that it holds",
         unit="experts",
         low=1,
         high=1_048_576,
@@ -219,17 +223,21 @@ class KvGrowPolicy:
 
 @dataclass
 class VramElasticPolicy:
-    enabled: bool = setting(False, "use this policy", executors=IN_SIM)
+    enabled: bool = setting(False, "use this policy")
     segment_mib: int = setting(
-        512, "segment of the elastic cache", unit="MiB", low=64, high=1_048_576, executors=IN_SIM
+        512,
+        "segment of the elastic cache; strata memory models take 64 at least, the device makes them larger where eight"
+        " would not hold the prompt's loan twice",
+        unit="MiB",
+        low=1,
+        high=1_048_576,
     )
     wanted_mib: int | None = setting(
         None,
-        "device memory that other programs want free before the first request",
+        "device memory that other programs want free before the first request, the reserve included",
         unit="MiB",
         low=0,
         high=16_777_216,
-        executors=IN_SIM,
     )
 
 

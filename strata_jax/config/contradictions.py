@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from strata_jax.config.cache import cache_contradictions
 from strata_jax.config.checks import join_problems, show, value_problems
 from strata_jax.config.choices import Batching, ExecutorName, PipelineName, Platform
 from strata_jax.config.executors import executor_contradictions, executor_of
@@ -32,6 +33,7 @@ def contradictions(config: RunConfig) -> list[str]:
         _pipeline_contradictions,
         _machine_contradictions,
         executor_contradictions,
+        cache_contradictions,
         policy_contradictions,
     )
     return [problem for rule in rules for problem in rule(config)]

@@ -11,7 +11,7 @@ from strata_jax.config.schema import RunConfig
 LOCAL = "local"
 FILE_MODELS = ("builtin_tiny",)  # presets that are files; the others are geometry without weights
 NEED_WEIGHTS = (PipelineName.inspect, PipelineName.logits, PipelineName.parity)
-OF_PRESETS = {"ram.tier": "conversation_budget"}  # a preset of policies sets it for where it counts
+OF_PRESETS = {"ram.tier": ("conversation_budget", "resident")}  # what a preset of policies sets for where it counts
 STRATA_KV_TYPES = (KvType.f16, KvType.int8, KvType.k8v4, KvType.q4_0)
 
 
@@ -49,12 +49,23 @@ def executor_contradictions(config: RunConfig) -> list[str]:
     return problems + _in_sim(config)
 
 
+def preset_notes(config: RunConfig) -> list[str]:
+    """Return a line for every setting that a preset brings along and that has no effect on the run's executor."""
+    if executor_of(config) is not ExecutorName.device:
+        return []
+    return [
+        f"{name}={value} of policy={preset} has no effect here: on the device all experts are in host memory"
+        for name, (preset, value) in OF_PRESETS.items()
+        if config.policy.name == preset and show(value_of(config, name)) == value
+    ]
+
+
 def _not_honoured(config: RunConfig, executor: ExecutorName) -> list[str]:
     problems = []
     for setting in all_settings().values():
         executors = setting.field.metadata["executors"]
         value = value_of(config, setting.name)
-        if OF_PRESETS.get(setting.name) == config.policy.name:
+        if OF_PRESETS.get(setting.name) == (config.policy.name, show(value)):
             continue
         if executors != BOTH and executor.name not in executors and value != setting.default:
             problems.append(

@@ -50,6 +50,12 @@ def _switches_and_nodes(config: RunConfig) -> list[str]:
             "policy.conversation_budget.enabled=true and conversation.budget_mib=0: there is no budget to set aside."
             " Give conversation.budget_mib, such as 2048."
         )
+    wanted_mib, elastic = policy.vram_elastic.wanted_mib, policy.vram_elastic.enabled or config.upstream.vram_elastic
+    if wanted_mib is not None and not elastic:
+        problems.append(
+            f"policy.vram_elastic.wanted_mib={wanted_mib} and policy.vram_elastic.enabled=false: no part of the cache"
+            " can be given back. Set policy.vram_elastic.enabled=true, or leave policy.vram_elastic.wanted_mib out."
+        )
     searched = [name for name in SWITCHES if getattr(policy, name).enabled == AUTO]
     if searched and policy.name != AUTO:
         problems.append(
@@ -73,6 +79,13 @@ def _on_device(config: RunConfig) -> list[str]:
         problems.append(
             f"{asked[0]} and pipeline={config.pipeline.name.name}: policies move memory while text is generated. Leave"
             " one out."
+        )
+    switches = {"policy.kv_grow.enabled": config.policy.kv_grow.enabled, "kv.grow.enabled": config.kv.grow.enabled}
+    grows = next((name for name, value in switches.items() if value is True), None)
+    if config.kv.resident_cells and grows is not None:
+        problems.append(
+            f"kv.resident_cells={config.kv.resident_cells:,} and {grows}=true: the cells on the device are a window of"
+            " the sequence or grow with it. Leave one of them out."
         )
     return problems
 

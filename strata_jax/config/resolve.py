@@ -78,8 +78,8 @@ def _resolve_device(config: RunConfig) -> None:
     if conversation.prompt_cache.checkpoints == AUTO:
         conversation.prompt_cache.checkpoints = STRATA_CHECKPOINTS if conversation.budget_mib else 0
     if config.prefill.borrow == AUTO:
-        moves = (policy.prefill_own.enabled, policy.head_alias.enabled, config.kv.grow.enabled)
-        config.prefill.borrow = True in moves
+        switches = (policy.prefill_own, policy.head_alias, policy.vram_elastic)
+        config.prefill.borrow = True in (config.kv.grow.enabled, *(switch.enabled for switch in switches))
     if config.prefill.short_read_tokens == AUTO:
         config.prefill.short_read_tokens = 0
 

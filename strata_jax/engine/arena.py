@@ -15,6 +15,8 @@ from itertools import accumulate
 import jax
 import jax.numpy as jnp
 
+from strata_jax.kernels.cell_gather import gather_runs
+
 Segments = tuple[jax.Array, ...]  # those that are there; lent ones are no operands
 
 
@@ -26,12 +28,21 @@ class Tables:
     Attributes:
         slot_of: i32[L', X], the slot of each expert of each block (MTP block included), -1 = only in the bank.
         slot_page: i32[S], the first page of each slot, -1 = its pages hold K/V cells.
-        kv_pages: i32[A, N], the page of the n-th group of K/V cells of each attention layer, -1 = not mapped.
+        kv_pages: i32[A, N], the page of the n-th group of K/V cells of each attention layer, -1 = not mapped, or in the
+            store if there is one.
+        cell_store: u32[A * N, page_words] in host memory; None: all cells are on the device.
     """
 
     slot_of: jax.Array
     slot_page: jax.Array
     kv_pages: jax.Array
+    cell_store: jax.Array | None = None
+
+    def store_of(self, row: jax.Array | int) -> CellStore | None:
+        """The store as seen by the attention layer with this row of `kv_pages`."""
+        if self.cell_store is None:
+            return None
+        return CellStore(self.cell_store, jnp.int32(row * self.kv_pages.shape[1]))
 
     def expert_pages(self, layer: jax.Array | int) -> jax.Array:
         """First arena page of every expert of a block, or -1: i32[X]."""
@@ -51,6 +62,18 @@ def read_pages(arrays: Sequence[jax.Array], page: jax.Array, count: int) -> jax.
     firsts = list(accumulate(array.shape[0] for array in arrays))[:-1]
     which = sum((page >= first).astype(jnp.int32) for first in firsts)
     return jax.lax.switch(which, [partial(read, array, first) for array, first in zip(arrays, (0, *firsts))])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CellStore:
+    """The groups of cells of an attention layer in host memory: rows of ``words: u32[M, page_words]`` from a first one.
+
+    first_row: i32[], the row of group 0.
+    """
+
+    words: jax.Array
+    first_row: jax.Array
 
 
 @dataclass(frozen=True)
@@ -99,14 +122,28 @@ def write_cells(
 
 
 def read_cells(
-    arena: jax.Array, pages: jax.Array, first: jax.Array, run: int, layout: CellLayout
+    arena: jax.Array,
+    pages: jax.Array,
+    first: jax.Array,
+    run: int,
+    layout: CellLayout,
+    store: CellStore | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Read runs of ``run`` consecutive cells (never crossing a page) from ``first: i32[...]``.
+
+    Args:
+        store: where groups of cells without a page are.
 
     Returns:
         keys u32[..., run, k_words] and values u32[..., run, v_words].
     """
     page, cell = _locate(pages, first, layout)
+    first_value = layout.cells_per_page * layout.k_words
+    if store is not None:
+        row = store.first_row + _group(pages, first, layout)
+        k = gather_runs(arena, store.words, page, row, cell * layout.k_words, run * layout.k_words)
+        v = gather_runs(arena, store.words, page, row, first_value + cell * layout.v_words, run * layout.v_words)
+        return k.reshape(*first.shape, run, layout.k_words), v.reshape(*first.shape, run, layout.v_words)
     page = jnp.maximum(page, 0)
     dims = jax.lax.GatherDimensionNumbers(offset_dims=(first.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
 
@@ -115,10 +152,12 @@ def read_cells(
         mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
         return jax.lax.gather(arena, index, dims, (1, run * words), mode=mode).reshape(*first.shape, run, words)
 
-    first_value = layout.cells_per_page * layout.k_words
     return read(cell * layout.k_words, layout.k_words), read(first_value + cell * layout.v_words, layout.v_words)
 
 
 def _locate(pages: jax.Array, cells: jax.Array, layout: CellLayout) -> tuple[jax.Array, jax.Array]:
-    group = jnp.minimum(cells // layout.cells_per_page, pages.shape[0] - 1)
-    return pages[group], cells % layout.cells_per_page
+    return pages[_group(pages, cells, layout)], cells % layout.cells_per_page
+
+
+def _group(pages: jax.Array, cells: jax.Array, layout: CellLayout) -> jax.Array:
+    return jnp.minimum(cells // layout.cells_per_page, pages.shape[0] - 1)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from strata_jax.engine.arena import CellLayout, read_cells, write_cells
+from strata_jax.engine.arena import CellLayout, CellStore, read_cells, write_cells
 from strata_jax.engine.layers import rms_norm, rope_tables, rotate
 from strata_jax.engine.matrix import Matrix, linear, matmul_t
 from strata_jax.geometry import Geometry
@@ -81,8 +81,12 @@ def attend(
     count: jax.Array,
     g: Geometry,
     layout: CellLayout,
+    store: CellStore | None = None,
 ) -> tuple[jax.Array, jax.Array, IndexState | None]:
     """Attend from T tokens at positions ``start + i``, of which the first ``count`` are real.
+
+    Args:
+        pages: i32[N], where the layer's groups of cells are. store: where those without a page are; new cells have one.
 
     Returns:
         output f32[T, E] (0 in rows past ``count``), the arena with the new cells, and the rows for `advance`. Rows past
@@ -102,11 +106,11 @@ def attend(
     arena = write_cells(arena, pages, positions, valid, k, v, layout)
     q = q.reshape(num_tokens, g.num_kv_heads, g.num_heads // g.num_kv_heads, g.head_dim) / g.head_dim**0.5
     if w.indexer is None or state is None:
-        out, rows = _dense(q, arena, pages, positions, start + count, g, layout), None
+        out, rows = _dense(q, arena, pages, positions, start + count, g, layout, store), None
     else:
         rows = _update_keys(u, w.indexer, w.ratio, state, start, count, g)
         blocks, chosen = _select(u, w.indexer, w.ratio, rows.keys, positions, start + count, cos, sin, g)
-        out = _sparse(q, arena, pages, blocks, chosen, positions, w.ratio, g, layout)
+        out = _sparse(q, arena, pages, blocks, chosen, positions, w.ratio, g, layout, store)
     gated = (out.reshape(num_tokens, g.num_heads, g.head_dim) * gate).reshape(num_tokens, -1)
     # rows past `count` see cells that nobody has written; their NaN would reach real rows in a GDN block's products
     return linear(jnp.where(valid[:, None], gated, 0.0), w.out), arena, rows
@@ -186,6 +190,7 @@ def _sparse(
     ratio: int,
     g: Geometry,
     layout: CellLayout,
+    store: CellStore | None,
 ) -> jax.Array:
     """Attention of each token over its own kept blocks and tail: f32[T, G, H/G, d]."""
     tail = (positions[:, None] + 1) // ratio
@@ -205,7 +210,7 @@ def _sparse(
         q_t, blocks_t, mask_t = args
         num_tokens = q_t.shape[0]
         keep = mask_t.reshape(num_tokens, -1)
-        k, v = _decode_cells(*read_cells(arena, pages, blocks_t * ratio, ratio, layout), mask_t, g, layout)
+        k, v = _decode_cells(*read_cells(arena, pages, blocks_t * ratio, ratio, layout, store), mask_t, g, layout)
         scores = jnp.einsum("tghd,tngd->tghn", q_t, k, precision=HIGHEST)
         scores = jnp.where(keep[:, None, None, :], scores, MASKED)
         weight = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
@@ -251,6 +256,7 @@ def _dense(
     end: jax.Array,
     g: Geometry,
     layout: CellLayout,
+    store: CellStore | None,
 ) -> jax.Array:
     """Attention of each token over all cells up to its own, page by page with a running softmax."""
     num_tokens, groups, heads, width = q.shape
@@ -259,7 +265,8 @@ def _dense(
     def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, out = carry
         written = i * run + jnp.arange(run) < end
-        k, v = _decode_cells(*read_cells(arena, pages, (i * run)[None], run, layout), written[None], g, layout)
+        words = read_cells(arena, pages, (i * run)[None], run, layout, store)
+        k, v = _decode_cells(*words, written[None], g, layout)
         keep = i * run + jnp.arange(run) <= positions[:, None]
         scores = jnp.einsum("tghd,ngd->tghn", q, k, precision=HIGHEST)
         scores = jnp.where(keep[:, None, None, :], scores, MASKED)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strata_jax.engine.attention import IndexState
+from strata_jax.engine.cell_store import compile_copies
 from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import ExpertCounts
 from strata_jax.engine.model import State
@@ -42,7 +43,8 @@ def read_chunk(
     Returns:
         the arena's core with the new cells (the old one is used up), the state after them, and the rest.
     """
-    programs, weights, tables, segments = engine.programs, engine.weights.without_head(), engine.tables, engine.segments
+    programs, weights, segments = engine.programs, engine.weights.without_head(), engine.segments
+    tables = engine.program_tables
     first, num = np.int32(start), np.int32(count)
     blocks, counts = list(state.blocks), []
     draft_state, tail = state.draft, state.draft_tail
@@ -88,19 +90,23 @@ def window_rows(num_tokens: int, spec_window: int, num_drafts: int, min_p: float
     return 1 if num_tokens == 1 and (num_drafts == 0 or min_p > 0) else spec_window
 
 
-def compile_programs(engine: Engine, loans: Collection[tuple[int, int]], min_p: float = 0.0) -> None:
+def compile_programs(
+    engine: Engine, loans: Collection[tuple[int, int]], min_p: float = 0.0, segments_given: int = 0
+) -> None:
     """Compile what prompts, greedy and sampled rounds, and moves will run, from shapes alone.
 
     Args:
-        loans: (bucket, segments that are lent while a chunk of it is read); a bucket that is not there borrows none.
+        loans: (bucket, segments that are away while a chunk of it is read); a bucket that is not there borrows none.
         min_p: as for `Session.decode`.
+        segments_given: segments that are away for good.
     """
-    others = {(bucket, 0) for bucket in engine.plan.prefill_buckets if bucket not in dict(loans)}
+    others = {(bucket, segments_given) for bucket in engine.plan.prefill_buckets if bucket not in dict(loans)}
     with engine.programs.shapes_only():
         for bucket, lent in sorted({*loans, *others}):
             _compile_chunk(_abstract(engine, lent), bucket)
-        _compile_rounds(_abstract(engine, 0), min_p)
+        _compile_rounds(_abstract(engine, segments_given), min_p)
         _compile_fills(_abstract(engine, 0))
+        compile_copies(_abstract(engine, 0))
 
 
 def _abstract(engine: Engine, num_lent: int) -> Engine:
@@ -125,7 +131,7 @@ def _compile_rounds(engine: Engine, min_p: float) -> None:
     scores = programs.head(engine.weights.out_mixer, engine.head(), streams)
     programs.sample(scores, zero, how)
     num_drafts = plan.spec_window - 1 if plan.with_draft else 0
-    before = (engine.weights, engine.banks, engine.tables, engine.arena, engine.segments, state)
+    before = (engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments, state)
     if num_drafts:
         hidden: Any = jax.ShapeDtypeStruct((1, *state.hidden.shape), jnp.float32)
         programs.first_window(num_drafts, *before, np.zeros(1, np.int32), hidden, zero, one, np.float32(0))

@@ -116,7 +116,7 @@ class ConversationStore:
 
     @property
     def live(self) -> LiveConversation | None:
-        """The live conversation, unless its cells were taken over or a failed step left no state."""
+        """The live conversation, unless its cells were taken over or given up, or a failed step left no state."""
         live = self._live
         if live is not None and (self.engine.owner is not live.session or _is_broken(live.session)):
             self._live = live = None
@@ -376,5 +376,5 @@ class ConversationStore:
 
 
 def _is_broken(session: Session) -> bool:
-    """Whether a step that failed took arrays of the state with it."""
-    return any(x.is_deleted() for x in jax.tree.leaves(session.state))
+    """Whether a step that failed took arrays of the state with it, or cells of the sequence were given up."""
+    return session.lost_from is not None or any(x.is_deleted() for x in jax.tree.leaves(session.state))

@@ -193,10 +193,10 @@ def feed_draft(
     """
     assert weights.draft is not None
     g = spec.geometry
-    layer = g.num_layers
+    layer, row = g.num_layers, spec.attention_index(g.num_layers)
     return block(
         draft_inputs(weights, tokens, hidden, g), weights.draft.block, bank, arena, segments,
-        tables.expert_pages(layer), tables.kv_pages[spec.attention_index(layer)], index, start, count, spec,
+        tables.expert_pages(layer), tables.kv_pages[row], index, start, count, spec, tables.store_of(row),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 
 from strata_jax.engine import attention, gdn, ple
 from strata_jax.engine.arena import CellLayout, Segments, Tables
+from strata_jax.engine.cell_store import new_store
 from strata_jax.engine.chunk import compile_programs
 from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import LayerBank
@@ -45,6 +46,9 @@ class Engine:
         block_kind: the number of each trunk block's signature; blocks of one kind share their programs.
         owner: the sequence that the K/V cells belong to; a new sequence takes them over.
         stopped: why nothing can run any more, if so.
+        cell_store: u32[A * N, page_words] in host memory, a row for every group of cells; those that `residency` has no
+            page for are valid. None: all cells are on the device.
+        mover: who carries out moves that a session asks for; the last `Mover` made for the engine.
     """
 
     file: GGUFFile
@@ -60,6 +64,8 @@ class Engine:
     block_kind: tuple[int, ...]
     owner: object = field(default=None)
     stopped: str | None = None
+    cell_store: jax.Array | None = None
+    mover: Any = None
 
     @classmethod
     def load(
@@ -89,12 +95,14 @@ class Engine:
         programs = Programs(ModelSpec(geometry, cells))
         if watch is not None:
             programs.watch = watch
-        layout = plan.arena
+        layout, store = plan.arena, None
+        if plan.keeps_cells_in_host:
+            store = new_store(plan.num_kv_layers * layout.num_groups, plan.page_bytes, sharding)
         residency = first_residency(layout, plan.pages_per_expert, geometry.num_experts, plan.resident_pairs())
         arrays: Any = [jax.ShapeDtypeStruct((pages, plan.page_bytes // 4), jnp.uint32) for pages in layout.array_pages]
         engine = cls(
             file, geometry, plan, weights, banks, residency, device_tables(residency), arrays[0], tuple(arrays[1:]),
-            programs, _block_kinds(weights, banks),
+            programs, _block_kinds(weights, banks), cell_store=store,
         )  # fmt: skip
         if loans is not None:
             compile_programs(engine, loans, min_p)
@@ -108,6 +116,11 @@ class Engine:
     def arrays(self) -> tuple[jax.Array, ...]:
         """The arrays of the arena that are there: its core, then segments."""
         return (self.arena, *self.segments)
+
+    @property
+    def program_tables(self) -> Tables:
+        """The tables as programs take them: with the store of cells, if there is one."""
+        return self.tables if self.cell_store is None else replace(self.tables, cell_store=self.cell_store)
 
     def set_array(self, idx: int, array: jax.Array) -> None:
         """Replace one of `arrays`."""
@@ -200,6 +213,11 @@ class Engine:
         device = jax.devices()[0]
         return f"{device.platform}: {device.device_kind}"
 
+    def bytes_in_use(self) -> int | None:
+        """The device's own count of the memory that it has handed out; None on a CPU, which keeps none."""
+        stats = jax.devices()[0].memory_stats()
+        return None if stats is None else stats["bytes_in_use"]
+
     def peak_device_bytes(self) -> int:
         """The device's own peak; on a CPU, which keeps no count, the bytes of live arrays now."""
         stats = jax.devices()[0].memory_stats()
@@ -216,7 +234,7 @@ class Engine:
         """
         owners = {Owner.RESERVE}
         planned = sum(e.phase_bytes[0] for e in self.plan.ledger.entries if e.owner not in owners)
-        trees = (self.weights, self.banks, self.tables, self.arrays, state)
+        trees = (self.weights, self.banks, self.program_tables, self.arrays, state)
         found = sum({id(x): x.nbytes for x in jax.tree.leaves(trees)}.values())
         if abs(found - planned) > LEDGER_TOLERANCE_FRAC * planned:
             raise RuntimeError(f"the ledger says {planned:,} bytes, the engine's arrays have {found:,}")
@@ -230,7 +248,10 @@ class Engine:
 
     def live_bytes(self) -> Iterator[tuple[str, int]]:
         """Bytes of the engine's long-lived arrays by owner, as the device holds them."""
-        for owner, tree in (("weights", self.weights), ("bank", self.banks), ("arena", self.arrays)):
+        trees = [("weights", self.weights), ("bank", self.banks), ("arena", self.arrays)]
+        if self.cell_store is not None:
+            trees.append(("K/V in host memory", self.cell_store))
+        for owner, tree in trees:
             yield owner, sum({id(x): x.nbytes for x in jax.tree.leaves(tree)}.values())  # a tied head is one array
 
 

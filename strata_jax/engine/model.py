@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.engine import attention, gdn, ple
-from strata_jax.engine.arena import CellLayout, Segments, Tables
+from strata_jax.engine.arena import CellLayout, CellStore, Segments, Tables
 from strata_jax.engine.experts import ExpertCounts, ExpertWeights, LayerBank, mixture, no_counts
 from strata_jax.engine.layers import MixerWeights, read_streams, rms_norm, write_streams
 from strata_jax.engine.matrix import Matrix, linear, take_rows
@@ -117,12 +117,14 @@ def block(
     start: jax.Array,
     count: jax.Array,
     spec: ModelSpec,
+    cell_store: CellStore | None = None,
 ) -> tuple[jax.Array, jax.Array, Any, ExpertCounts]:
     """Run one block (without PLE) on T tokens at positions ``start + i`` of which ``count`` are real.
 
     Args:
         arena: the core of the arena, where the K/V cells are.
         cell_pages: i32[N], page table of this attention block; None for a GDN block.
+        cell_store: where its groups of cells without a page are.
 
     Returns:
         streams, arena, what `advance_block` needs, expert counts.
@@ -139,7 +141,9 @@ def block(
     else:
         assert cell_pages is not None
         assert not isinstance(state, gdn.GdnState)
-        y, arena, after = attention.attend(u, w.token_mixer, arena, cell_pages, state, start, count, g, spec.cells)
+        y, arena, after = attention.attend(
+            u, w.token_mixer, arena, cell_pages, state, start, count, g, spec.cells, cell_store
+        )
     streams = write_streams(streams, flat, y, w.attn_mixer)
     u, flat = read_streams(streams, w.ffn_mixer, g.rms_eps)
     y, counts = mixture(u, w.experts, bank, (arena, *segments), expert_pages, count, g)
@@ -184,10 +188,13 @@ def trunk(
             assert ple_rows is not None
             assert state.ple_history is not None
             streams, ple_inputs = ple.apply(streams, ple_rows, w.ple, state.ple_history, g)
-        cell_pages = None if g.recurrent[layer] else tables.kv_pages[spec.attention_index(layer)]
+        cell_pages = cell_store = None
+        if not g.recurrent[layer]:
+            row = spec.attention_index(layer)
+            cell_pages, cell_store = tables.kv_pages[row], tables.store_of(row)
         streams, arena, rows, block_counts = block(
             streams, w, banks[layer], arena, segments, tables.expert_pages(layer), cell_pages,
-            state.blocks[layer], start, count, spec,
+            state.blocks[layer], start, count, spec, cell_store,
         )  # fmt: skip
         after.append(rows)
         counts = counts + block_counts

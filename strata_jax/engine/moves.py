@@ -16,9 +16,12 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
-from strata_jax.engine.engine import Engine, bank_sharding, new_pages
+from strata_jax.engine.cell_store import fetch_pages, spill_pages
+from strata_jax.engine.cell_window import slid
+from strata_jax.engine.engine import LEDGER_TOLERANCE_FRAC, Engine, bank_sharding, new_pages
 from strata_jax.engine.matrix import Matrix
 from strata_jax.engine.residency import Fill, PageMove, Residency
+from strata_jax.engine.session import Session
 from strata_jax.errors import ConfigError, DoesNotFit
 from strata_jax.memory.ledger import MIB, Owner
 from strata_jax.policies.moves import MoveKind
@@ -34,6 +37,7 @@ class MoveDone:
         bytes: what was copied; mapped, lent or freed where nothing was copied (``gb_s`` is None there).
         count: slots, experts, cells or segments, as `kind` says.
         gb_s: 10^9 bytes per second, copying alone.
+        device_change_bytes: by how much the device's own count of bytes in use has changed; None: it keeps none.
     """
 
     kind: MoveKind
@@ -43,6 +47,14 @@ class MoveDone:
     ms: float
     gb_s: float | None
     cause: str
+    device_change_bytes: int | None = None
+
+
+# what these moves do to the bytes that the allocator has handed out
+DEVICE_SIGNS = {
+    MoveKind.LEND: -1, MoveKind.GIVE_SEGMENT: -1, MoveKind.UNLOAD_HEAD: -1,
+    MoveKind.RETURN: 1, MoveKind.TAKE_SEGMENT: 1, MoveKind.LOAD_HEAD: 1,
+}  # fmt: skip
 
 
 @dataclass
@@ -79,6 +91,9 @@ class Mover:
     fault: Callable[[MoveKind, str], None] = _no_fault
     check: bool = False
     head_copy: Matrix | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.engine.mover = self
 
     # --- experts
 
@@ -207,7 +222,8 @@ class Mover:
     def trim_cells(self, cells: int, cause: str = "", returning: Sequence[int] | None = None) -> tuple[int, ...]:
         """Unmap the pages past ``cells`` cells and make slots of what is free; returns these slots, empty.
 
-        Pages in use that stand in the way are copied to free ones.
+        Pages in use that stand in the way are copied to free ones. A sequence that had tokens in what is unmapped can
+        only go on from a state before it (`Session.lost_from`).
 
         Args:
             returning: the slots to make; None: as many as can be.
@@ -218,19 +234,43 @@ class Mover:
             new, moves, slots = before.trimmed(cells, returning)
             pages = (before.mapped_groups - new.mapped_groups) * len(new.kv_pages)
             job.bytes, job.count = pages * before.layout.page_bytes, before.mapped_cells - new.mapped_cells
+            if moves:  # to where the cells lie that are given up, also if the move fails afterwards
+                self._give_up_cells(new.mapped_cells)
             self._move_pages(MoveKind.TRIM_CELLS, moves)
             self._publish(MoveKind.TRIM_CELLS, new)
+            self._give_up_cells(new.mapped_cells)
         return slots
 
-    def move_page(self, source: int, target: int, cause: str = "") -> None:
-        """Move the cells of one K/V page to a free page of the core; reported as `MoveKind.MAP_CELLS`."""
+    def _give_up_cells(self, kept: int) -> None:
+        owner = self.engine.owner
+        if isinstance(owner, Session) and len(owner.tokens) > kept:
+            owner.lost_from = kept if owner.lost_from is None else min(owner.lost_from, kept)
+
+    def slide_cells(self, live_cells: int, end: int, cause: str = "") -> None:
+        """Move the window of cells on the device to those that are about to be written, ``live_cells`` to ``end``.
+
+        Cells that leave go to host memory if the sequence goes on to them, as do those that come back from there.
+        Nothing is done where the window has them already.
+        """
         engine = self.engine
-        with self._move(MoveKind.MAP_CELLS, Owner.KV, cause) as job:
-            move = PageMove(source, target)
-            new = engine.residency.with_page_moved(move)
-            job.bytes, job.copied = engine.residency.layout.page_bytes, True
-            self._move_pages(MoveKind.MAP_CELLS, [move])
-            self._publish(MoveKind.MAP_CELLS, new)
+        slide = slid(engine.residency, live_cells, end)
+        if slide is None:
+            return
+        kind = MoveKind.SPILL_CELLS if slide.forward else MoveKind.FETCH_CELLS
+        with self._move(kind, Owner.KV, cause or f"cells {live_cells:,} to {end:,} are written next") as job:
+            job.bytes, job.count = len(slide.pages) * engine.residency.layout.page_bytes, slide.num_cells
+            job.copied = job.bytes > 0
+            assert engine.cell_store is not None
+            copy = spill_pages if slide.forward else fetch_pages
+            # the rows, and the pages of cells past the sequence's end, are in no use before the publication
+            for array in copy(engine.programs, engine.cell_store, engine.arena, slide.pages, slide.rows):
+                if slide.forward:
+                    engine.cell_store = array
+                else:
+                    engine.arena = array
+                self.fault(kind, "copied")
+            self._wait()
+            self._publish(kind, slide.residency)
 
     # --- the head
 
@@ -284,19 +324,23 @@ class Mover:
     def _move(self, kind: MoveKind, owner: Owner, cause: str) -> Iterator[_Job]:
         engine = self.engine
         engine.check_running()
-        job = _Job()
+        job, in_use = _Job(), engine.bytes_in_use()
         try:
             yield job
         except BaseException as error:
-            lost = [idx for idx, array in enumerate(engine.arrays) if array.is_deleted()]
-            if lost:
+            if any(array.is_deleted() for array in engine.arrays):
                 engine.stopped = f"{kind} failed and left no arena ({error})"
+            if engine.cell_store is not None and engine.cell_store.is_deleted():
+                engine.stopped = f"{kind} failed and left no K/V in host memory ({error})"
             raise
         seconds = time.perf_counter() - job.started_s
+        now = engine.bytes_in_use()
+        change = None if now is None or in_use is None else now - in_use
         if self.check:
             engine.check_tables()
+            _check_change(kind, job.bytes, change)
         rate = job.bytes / seconds / 1e9 if job.copied and seconds > 0 else None
-        self.on_move(MoveDone(kind, owner, job.bytes, job.count, 1000 * seconds, rate, cause))
+        self.on_move(MoveDone(kind, owner, job.bytes, job.count, 1000 * seconds, rate, cause, change))
 
     @contextmanager
     def _emptied(self, kind: MoveKind, before: Residency, without: Residency, gone: tuple[Fill, ...]) -> Iterator[None]:
@@ -352,7 +396,20 @@ class Mover:
         self._wait()
 
     def _wait(self) -> None:
-        jax.block_until_ready(self.engine.arrays)
+        jax.block_until_ready((self.engine.arrays, self.engine.cell_store))
+
+
+def _check_change(kind: MoveKind, num_bytes: int, change: int | None) -> None:
+    """Verify with the device's own count that a move has freed or taken at least 99 % of what it says.
+
+    More is no error: the allocator may hand out a whole hole for what nearly fills it.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    sign = DEVICE_SIGNS.get(kind, 0)
+    if sign and change is not None and sign * change < (1 - LEDGER_TOLERANCE_FRAC) * num_bytes:
+        raise RuntimeError(f"{kind} of {num_bytes:,} bytes changed the device's bytes in use by {change:,}")
 
 
 @contextmanager

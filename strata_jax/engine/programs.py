@@ -63,59 +63,59 @@ class Programs:
 
     def embed(self, weights: Weights, tokens: np.ndarray) -> jax.Array:
         """The streams f32[T, C, E] of tokens; ``weights`` without the head."""
-        return self._call(("embed", len(tokens)), partial(embed, g=self.spec.geometry), (weights, tokens))
+        return self.call(("embed", len(tokens)), partial(embed, g=self.spec.geometry), (weights, tokens))
 
     def ple_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array]:
         """(streams, rows, weights, history, count) -> streams, history."""
-        return self._call(("ple", args[0].shape[0]), partial(_ple_chunk, g=self.spec.geometry), args, donate=(0, 3))
+        return self.call(("ple", args[0].shape[0]), partial(_ple_chunk, g=self.spec.geometry), args, donate=(0, 3))
 
     def gdn_chunk(self, kind: int, *args: Any) -> tuple[jax.Array, SequenceState, ExpertCounts]:
         """(weights, bank, arena, segments, tables, layer, streams, state, start, count) -> streams, state, counts."""
         key = _key("gdn", kind, args[6].shape[0], segments=args[3])
-        return self._call(key, partial(_gdn_chunk, spec=self.spec), args, donate=(6, 7))
+        return self.call(key, partial(_gdn_chunk, spec=self.spec), args, donate=(6, 7))
 
     def attention_chunk(self, kind: int, *args: Any) -> tuple[jax.Array, jax.Array, SequenceState, ExpertCounts]:
         """(weights, bank, arena, segments, tables, layer, row, streams, state, start, count) ->
         streams, arena, state, counts."""
         key = _key("attention", kind, args[7].shape[0], segments=args[3])
-        return self._call(key, partial(_attention_chunk, spec=self.spec), args, donate=(2, 7, 8))
+        return self.call(key, partial(_attention_chunk, spec=self.spec), args, donate=(2, 7, 8))
 
     def draft_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array, SequenceState, jax.Array, ExpertCounts]:
         """(weights, bank, tables, arena, segments, index, tokens, streams, hidden, start, count) ->
         the MTP block's streams, arena, index state, hidden row of the last token, counts."""
         key = _key("draft", args[6].shape[0], segments=args[4])
-        return self._call(key, partial(_draft_chunk, spec=self.spec), args, donate=(3, 5, 8))
+        return self.call(key, partial(_draft_chunk, spec=self.spec), args, donate=(3, 5, 8))
 
     def last_hidden(self, streams: jax.Array, count: Any) -> jax.Array:
         """The flattened streams f32[C*E] of row ``count - 1``."""
-        return self._call(("hidden", streams.shape[0]), _last_hidden, (streams, count))
+        return self.call(("hidden", streams.shape[0]), _last_hidden, (streams, count))
 
     def head(self, mixer: MixerWeights, head: Matrix, streams: jax.Array) -> jax.Array:
         """Logits f32[1, V] of one row of streams f32[1, C, E]."""
-        return self._call(("head",), partial(logits, g=self.spec.geometry), (streams, mixer, head))
+        return self.call(("head",), partial(logits, g=self.spec.geometry), (streams, mixer, head))
 
     def all_heads(self, mixer: MixerWeights, head: Matrix, streams: jax.Array) -> jax.Array:
         """Logits f32[T, V]."""
         args = (streams, mixer, head)
         # trunk and MTP block have mixers of their own, whose types may differ
         key = ("heads", streams.shape[0], mixer.down.type_name, mixer.up.type_name)
-        return self._call(key, partial(logits, g=self.spec.geometry), args)
+        return self.call(key, partial(logits, g=self.spec.geometry), args)
 
     def sample(self, scores: jax.Array, position: Any, how: SamplingArrays) -> jax.Array:
         """The first token i32[1], from the prompt's last logits f32[1, V]."""
-        return self._call(("sample",), _sample, (scores, position, how))
+        return self.call(("sample",), _sample, (scores, position, how))
 
     def first_window(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, jax.Array, jax.Array, ExpertCounts]:
         """(weights, banks, tables, arena, segments, state, tokens, hidden, start, count, min_p) ->
         arena, state, drafts, good, counts."""
         f = partial(draft, num_drafts=num_drafts, spec=self.spec)
-        return self._call(_key("first_window", num_drafts, segments=args[4]), f, args, donate=(3, 5))
+        return self.call(_key("first_window", num_drafts, segments=args[4]), f, args, donate=(3, 5))
 
     def decode(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round]:
         """`decode_step`; the window is the seventh argument."""
         f = partial(decode_step, num_drafts=num_drafts, spec=self.spec)
         key = _key("decode", args[6].shape[0], num_drafts, segments=args[4])
-        return self._call(key, f, args, donate=(3, 5))
+        return self.call(key, f, args, donate=(3, 5))
 
     def fill(self, array: jax.Array, bank: LayerBank, experts: list[int], pages: list[int]) -> jax.Array:
         """Copy experts of one block from the bank to runs of pages of one array, in place."""
@@ -123,26 +123,26 @@ class Programs:
         padded = np.zeros((2, num_experts), np.int32)
         padded[:, : len(experts)] = experts, pages
         key = ("fill", array.shape[0], bank.layout.num_words, num_experts)
-        return self._call(key, _fill, (array, bank.bare(), *padded, np.int32(len(experts))), donate=(0,))
+        return self.call(key, _fill, (array, bank.bare(), *padded, np.int32(len(experts))), donate=(0,))
 
     def copy_run(self, array: jax.Array, page: int, source: jax.Array, first: int, num_pages: int) -> jax.Array:
         """Copy a run of pages of an array, which may be the same, to ``page`` of this one, in place."""
         args: tuple = (array, np.int32(page), np.int32(first))
         if source is array:
-            return self._call(("move", num_pages, array.shape[0]), partial(_move_run, num_pages=num_pages), args, (0,))
+            return self.call(("move", num_pages, array.shape[0]), partial(_move_run, num_pages=num_pages), args, (0,))
         key = ("copy", num_pages, array.shape[0], source.shape[0])
-        return self._call(key, partial(_copy_run, num_pages=num_pages), (*args, source), donate=(0,))
+        return self.call(key, partial(_copy_run, num_pages=num_pages), (*args, source), donate=(0,))
 
     def move_pages(self, array: jax.Array, sources: np.ndarray, targets: np.ndarray) -> jax.Array:
         """Copy pages i32[n] to other pages i32[n] of the same array, in place; targets past its end are dropped.
 
         No target is a source."""
         key = ("pages", len(sources), array.shape[0])
-        return self._call(key, _move_pages, (array, sources, targets), donate=(0,))
+        return self.call(key, _move_pages, (array, sources, targets), donate=(0,))
 
     def second(self, x: jax.Array) -> jax.Array:
         """A second buffer with the same values: one array cannot be donated twice in a call."""
-        return self._call(("second", x.shape), jnp.copy, (x,))
+        return self.call(("second", x.shape), jnp.copy, (x,))
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
@@ -153,21 +153,28 @@ class Programs:
         finally:
             self._run = True
 
-    def _call(self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Any:
+    def call(
+        self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...] = (),
+        out_shardings: jax.sharding.Sharding | None = None,
+    ) -> Any:  # fmt: skip
+        """Run the program of a key, compiled from ``f`` at its first call; arrays of ``donate`` are used up."""
         program = self.compiled.get(key)
         if program is None:
-            program = self.compiled[key] = self._compile(key, f, args, donate)
+            program = self.compiled[key] = self._compile(key, f, args, donate, out_shardings)
         if not self._run:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.out_info)
         return program(*args)
 
-    def _compile(self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...]) -> Any:
+    def _compile(
+        self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...],
+        out_shardings: jax.sharding.Sharding | None,
+    ) -> Any:  # fmt: skip
         name = " ".join(str(part) for part in key) if isinstance(key, tuple) else str(key)
         started = time.perf_counter()
         with self.watch(name), warnings.catch_warnings():
             # a donation that cannot be used means a second copy of the state
             warnings.filterwarnings("error", message=".*donated buffers were not usable.*")
-            program = jax.jit(f, donate_argnums=donate).lower(*args).compile()
+            program = jax.jit(f, donate_argnums=donate, out_shardings=out_shardings).lower(*args).compile()
         self.compile_s += time.perf_counter() - started
         return program
 
@@ -220,8 +227,9 @@ def _attention_chunk(
     spec: ModelSpec,
 ) -> tuple[jax.Array, jax.Array, SequenceState, ExpertCounts]:
     streams, arena, after, counts = block(
-        streams, w, bank, arena, segments, tables.expert_pages(layer), tables.kv_pages[row], state, start, count, spec
-    )
+        streams, w, bank, arena, segments, tables.expert_pages(layer), tables.kv_pages[row], state, start, count, spec,
+        tables.store_of(row),
+    )  # fmt: skip
     return streams, arena, advance_block(state, after, count), counts.totals()
 
 

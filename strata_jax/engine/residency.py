@@ -54,7 +54,8 @@ class Residency:
         slot_of: i32[L', X], the slot of each expert, -1 = only in the bank.
         occupant: i32[S], ``layer * X + expert`` of each slot, -1 = empty.
         slot_page: i32[S], the first page of each slot, -1 = given to the K/V.
-        kv_pages: i32[A, N], the page of each group of cells, -1 = not mapped; a prefix, the same for all layers.
+        kv_pages: i32[A, N], the page of each group of cells, -1 = not mapped; a prefix, the same for all layers, or
+            where the layout says so a window, the other groups being in the store of the engine.
         segments: how many of the arena's segments there are; the others are lent.
     """
 
@@ -80,6 +81,11 @@ class Residency:
     def mapped_groups(self) -> int:
         """Pages that each attention layer has."""
         return int(np.count_nonzero(self.kv_pages[0] >= 0)) if len(self.kv_pages) else self.layout.num_groups
+
+    @property
+    def first_group(self) -> int:
+        """The first group that has a page."""
+        return int(np.argmax(self.kv_pages[0] >= 0)) if self.kv_pages.size else 0
 
     @property
     def mapped_cells(self) -> int:
@@ -166,8 +172,10 @@ class Residency:
         if (self.slot_page != self.layout.slot_first_page).any(where=self.slot_page >= 0):
             raise ValueError("a slot is not where it was allocated")
         mapped = self.kv_pages >= 0
-        if len(mapped) and not (mapped == (np.arange(mapped.shape[1]) < self.mapped_groups)).all():
-            raise ValueError("the mapped K/V pages are no prefix that all layers share")
+        place = np.arange(mapped.shape[1]) - (self.first_group if self.layout.has_window else 0)
+        if len(mapped) and not (mapped == ((place >= 0) & (place < self.mapped_groups))).all():
+            what = "run" if self.layout.has_window else "prefix"
+            raise ValueError(f"the mapped K/V pages are no {what} that all layers share")
         held = np.flatnonzero(self.occupant >= 0)
         back = np.full_like(self.slot_of, -1).reshape(-1)
         back[self.occupant[held]] = held
@@ -245,6 +253,7 @@ class Residency:
 
         Pages of the paying slots that are left over become free. Slots that pay must lie in the core.
         """
+        self._refuse_window()
         if cells > self.layout.context_cells:
             raise ValueError(f"{cells:,} cells to map; the context has {self.layout.context_cells:,}")
         first_segment = self.layout.segment_first_slot[0] if self.layout.segment_first_slot else self.num_slots
@@ -278,6 +287,7 @@ class Residency:
             the tables, the K/V pages that must be moved before they are published, and the slots that are there again
             (empty).
         """
+        self._refuse_window()
         groups = self.layout.groups(cells)
         if groups > self.mapped_groups:
             raise ValueError(f"{cells:,} cells to keep; {self.mapped_cells:,} are mapped")
@@ -311,16 +321,21 @@ class Residency:
             kv_pages[layer, group] = move.target
         return replace(shorter, slot_page=slot_page), moves, tuple(sorted(back))
 
-    def with_page_moved(self, move: PageMove) -> Residency:
-        """Return the tables with the cells of one K/V page on a page that was free."""
-        owners = self.owners()
-        if owners[move.source] < self.num_slots:
-            raise ValueError(f"page {move.source} holds no K/V cells")
-        if move.target >= self.layout.core_pages or owners[move.target] != NOBODY:
-            raise ValueError(f"page {move.target} is no free page of the core")
+    def store_rows(self, layer: int, groups: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return i32[n], the rows of the store that belong to groups of an attention layer."""
+        return (layer * self.kv_pages.shape[1] + groups).astype(np.int32)
+
+    def with_window(self, leaving: Sequence[int], coming: Sequence[int]) -> Residency:
+        """Give the pages of some groups to others."""
+        if not self.layout.has_window:
+            raise ValueError("the K/V pages are no window")
         kv_pages = self.kv_pages.copy()
-        kv_pages.reshape(-1)[owners[move.source] - self.num_slots] = move.target
+        kv_pages[:, coming], kv_pages[:, leaving] = self.kv_pages[:, leaving], -1
         return replace(self, kv_pages=kv_pages)
+
+    def _refuse_window(self) -> None:
+        if self.layout.has_window:
+            raise ValueError("the mapped K/V pages are a window: they slide, and neither grow nor shrink")
 
     def _missing_pages(self, cells: int) -> int:
         return max(0, self.layout.groups(cells) - self.mapped_groups) * len(self.kv_pages)

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 
 from strata_jax.engine.programs import Programs
+from strata_jax.memory.layout import STAGE_BYTES, stage_rows
 
-STAGE_BYTES = 8 * 2**20  # device memory of one block; two are in flight
 SMALL_SHARE = 16  # a small block has this part of a large one
 
 
 def block_rows(num_rows: int, row_bytes: int) -> tuple[int, int]:
     """The rows of a large and of a small block, for an array of ``num_rows`` rows."""
-    large = max(1, min(num_rows, STAGE_BYTES // row_bytes))
+    large = stage_rows(num_rows, row_bytes, STAGE_BYTES)
     return large, max(1, large // SMALL_SHARE)
 
 
@@ -28,7 +28,7 @@ def read_rows(programs: Programs, array: jax.Array, rows: np.ndarray) -> np.ndar
     out = np.empty((len(rows), *array.shape[1:]), array.dtype)
     waiting: list[tuple[int, int, jax.Array]] = []
     for first, count, idx in _blocks(array, rows):
-        part = programs._call(("rows out", array.shape, str(array.dtype), len(idx)), _gather, (array, idx))
+        part = programs.call(("rows out", array.shape, str(array.dtype), len(idx)), _gather, (array, idx))
         part.copy_to_host_async()
         waiting.append((first, count, part))
         if len(waiting) == 2:
@@ -47,7 +47,8 @@ def write_rows(programs: Programs, array: jax.Array, rows: np.ndarray, values: n
         part = np.zeros((len(idx), *array.shape[1:]), array.dtype)
         part[:count] = values[first : first + count]
         key = ("rows in", array.shape, str(array.dtype), len(idx))
-        array = programs._call(key, _scatter, (array, idx, part), donate=(0,))
+        array = programs.call(key, _scatter, (array, idx, part), donate=(0,))
+        jax.block_until_ready(array)  # blocks of their own for all that wait would have no end
         yield array
 
 

@@ -1,54 +1,39 @@
 """Policies at work: a request runs on the engine as the policy stack says, every move carried out as it comes.
 
-The stack decides on its own picture of the memory, a `MemoryState`, with the hooks in the order in which the simulator
-calls them too. Each move is carried out by a `Mover` or the conversation store; only then the state after it becomes
-the present one, so a move that fails leaves the state of the moves before it.
+The hooks are called in the order in which the simulator calls them too; ``carry_out.py`` does what they decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
+from strata_jax.engine.carry_out import Carrier, Quiet, Sink
+from strata_jax.engine.chunk import compile_programs
 from strata_jax.engine.conversations import ConversationSettings, ConversationStore
-from strata_jax.engine.engine import LEDGER_TOLERANCE_FRAC, Engine
-from strata_jax.engine.moves import MoveDone, Mover
-from strata_jax.engine.prompt_cache import Match
-from strata_jax.engine.residency import Fill
+from strata_jax.engine.engine import Engine
+from strata_jax.engine.moves import Mover
 from strata_jax.engine.session import ChunkRecord, RoundRecord, Session
 from strata_jax.engine.snapshots import checkpoint_bytes, image_bytes
 from strata_jax.errors import DoesNotFit
 from strata_jax.hardware import available_ram_bytes
+from strata_jax.memory.expert_ranking import ExpertRanking
 from strata_jax.memory.ledger import Owner
 from strata_jax.policies.adaptive import AdaptiveSlots
 from strata_jax.policies.conversation_budget import recheck
-from strata_jax.policies.device import DeviceSettings, device_stack, first_state
-from strata_jax.policies.invariants import check_state
-from strata_jax.policies.ledger_now import owner_bytes
-from strata_jax.policies.moves import Move, MoveKind
+from strata_jax.policies.device import DeviceSettings, bytes_beyond_plan, device_stack, first_state
+from strata_jax.policies.learned import learned_ranking
+from strata_jax.policies.moves import MoveKind
 from strata_jax.policies.prompt_segments import CheckpointRule, Segment, segments
 from strata_jax.policies.stack import PolicyStack
-from strata_jax.policies.state import EMPTY, GIVEN, Conversation, MemoryState, RequestFacts, Step, with_slots
+from strata_jax.policies.state import Conversation, MemoryState, RequestFacts
 
 NO_LIMIT = 2**62
 Fault = Callable[[MoveKind, str], None]
-
-
-class Sink(Protocol):
-    """Where events go: `RunRecord` is one."""
-
-    def event(self, kind: str, **values: Any) -> None: ...
-
-
-class Quiet:
-    """Drops events."""
-
-    def event(self, kind: str, **values: Any) -> None:
-        """Drop an event."""
 
 
 @dataclass(eq=False)
@@ -70,24 +55,20 @@ class Runtime:
     """One engine with its policies.
 
     Attributes:
-        state: the memory as policies see it.
+        carrier: the memory as policies see it, and what carries their moves out.
         available_ram: RAM that can be had now, in bytes; None: unknown, and nothing is parked.
-        check: compare state, tables and bytes after every move.
+        min_p: of the decode programs that are compiled when segments of the cache go; None: each at its first call.
+        uses: i64[L', X], how often decode windows used each expert; None: not counted.
     """
 
     engine: Engine
     stack: PolicyStack
-    state: MemoryState
-    mover: Mover
-    store: ConversationStore
-    sink: Sink
+    carrier: Carrier
     rule: CheckpointRule | None
     available_ram: Callable[[], int | None]
-    check: bool = False
-    pledged: tuple[int, ...] = ()  # slots that have been emptied to pay for cells and have not paid yet
-    _conversation: str = ""
-    _match: Match = field(default_factory=Match)
-    _used: np.ndarray | None = None
+    min_p: float | None = None
+    uses: np.ndarray | None = None
+    _used: np.ndarray | None = field(default=None, init=False)
 
     @classmethod
     def start(
@@ -99,12 +80,15 @@ class Runtime:
         sink: Sink | None = None,
         available_ram: Callable[[], int | None] = available_ram_bytes,
         check: bool = False,
+        min_p: float | None = None,
+        count_uses: bool = False,
         fault: Fault | None = None,
     ) -> Runtime:
         """Put the policies of the engine's plan to work.
 
         Args:
             rule: where on the way through a prompt states are stored.
+            count_uses: count how often experts are used, for `learned`.
             fault: is called with a move and the stage that it is in; what it raises fails the move. For tests.
         """
         stack = device_stack(
@@ -115,17 +99,70 @@ class Runtime:
         # the policies admit and evict: the store carries out
         limits = ConversationSettings(NO_LIMIT, NO_LIMIT, 0, checkpoints)
         mover, store = Mover(engine, check=check), ConversationStore(engine, limits, lambda: NO_LIMIT)
-        made = cls(
-            engine, stack, first_state(stack, engine.plan, available_ram()), mover, store, sink or Quiet(),
-            (rule or CheckpointRule()) if checkpoints else None, available_ram, check,
-        )  # fmt: skip
-        mover.on_move = store.on_move = made._log
-        store.on_note = made._note
+        state = first_state(stack, engine.plan, available_ram())
+        carrier = Carrier(engine, stack, state, mover, store, sink or Quiet(), check)
+        made = cls(engine, stack, carrier, (rule or CheckpointRule()) if checkpoints else None, available_ram, min_p)
+        if count_uses:
+            made.uses = np.zeros((engine.plan.num_blocks, engine.plan.num_experts), np.int64)
         if fault is not None:
             mover.fault = store.fault = fault
-        made._memory("start")
-        made._carry_out(stack.on_start(made.state), "start")
+        carrier.memory("start")
+        carrier.carry_out(stack.on_start(carrier.state), "start")
         return made
+
+    @property
+    def state(self) -> MemoryState:
+        """The memory as policies see it."""
+        return self.carrier.state
+
+    @property
+    def mover(self) -> Mover:
+        return self.carrier.mover
+
+    @property
+    def store(self) -> ConversationStore:
+        return self.carrier.store
+
+    def owners(self) -> dict[Owner, int]:
+        """The bytes of every owner of device memory now, as the policies' ledger has them."""
+        return self.carrier.owners()
+
+    def verify(self) -> dict[str, int]:
+        """Compare state, tables and bytes; see `check_agreement`."""
+        return self.carrier.verify()
+
+    # --- memory that other programs want
+
+    def free_bytes(self) -> int:
+        """Device memory that other programs find free: what the plan leaves, and segments that were given back."""
+        return bytes_beyond_plan(self.engine.plan) + self.stack.ctx.spendable_bytes(self.state)
+
+    def vram_change(self, reserve_bytes: int) -> None:
+        """Let other programs find ``reserve_bytes`` free, between requests; see `VramElastic`.
+
+        Programs for the segments that are left are compiled when the fewest are there.
+
+        Raises:
+            DoesNotFit: the allocator does not have the bytes of segments that are to come back; they stay away.
+        """
+        self.engine.check_running()
+        before = self.state.segments_given
+        step = self.stack.on_vram_change(self.state, max(0, reserve_bytes - bytes_beyond_plan(self.engine.plan)))
+        after = step.state.segments_given
+        if after < before:
+            self._compile(after)
+        self.carrier.carry_out(step, "start")
+        if after > before:
+            self._compile(after)
+
+    def _compile(self, segments_given: int) -> None:
+        if self.min_p is None:
+            return
+        engine, copy = self.engine, self.mover.head_copy
+        if engine.weights.head is None and copy is not None:
+            shape: Any = jax.ShapeDtypeStruct(copy.data.shape, copy.data.dtype)
+            engine = replace(engine, weights=replace(engine.weights, head=replace(copy, data=shape)))
+        compile_programs(engine, engine.plan.loans(segments_given), self.min_p, segments_given)
 
     # --- a request
 
@@ -149,7 +186,7 @@ class Runtime:
             ConfigError: no tokens, or ids outside the vocabulary.
             DoesNotFit: the prompt is longer than the context, or a policy cannot get the memory that it must.
         """
-        engine = self.engine
+        engine, store, carrier = self.engine, self.store, self.carrier
         engine.check_running()
         engine.geometry.check_token_ids(prompt)
         if len(prompt) > engine.plan.context_cells:
@@ -158,8 +195,8 @@ class Runtime:
                 f" model.max_context={len(prompt)} or more"
             )
         self._read_telemetry()
-        self._match = match = self.store.match(prompt)
-        self._conversation = who = self.store.name_for(prompt, match, conversation)
+        carrier.match = match = store.match(prompt)
+        carrier.conversation = who = store.name_for(prompt, match, conversation)
         live = self.state.live
         facts = RequestFacts(
             name=name, conversation=who, prompt_tokens=len(prompt), output_tokens=output_tokens,
@@ -169,12 +206,12 @@ class Runtime:
         self._used = None
         session = self._enter(facts)
         session.on_chunk = on_chunk
-        session.count_uses = AdaptiveSlots.name in self.stack.names
+        session.count_uses = self.uses is not None or AdaptiveSlots.name in self.stack.names
         parts = segments(len(prompt), turns, match.tokens, self.rule)
         try:
             for segment in parts:
                 self._read_segment(session, prompt, facts, segment)
-            self._carry_out(self.stack.after_read(self.state, facts), "decode")
+            carrier.carry_out(self.stack.after_read(self.state, facts), "decode")
         except BaseException:
             self._give_back(facts)
             raise
@@ -191,29 +228,34 @@ class Runtime:
     def finish(self, reading: Reading) -> None:
         """Note that a request has ended."""
         step = self.stack.after_request(self.state, reading.facts, len(reading.session.tokens))
-        self._carry_out(step, "decode")
+        self.carrier.carry_out(step, "decode")
         self._read_telemetry()
-        self._memory("start")
+        self.carrier.memory("start")
+
+    def learned(self) -> ExpertRanking | None:
+        """Return the experts as this run has ranked them; None: no use was counted."""
+        return learned_ranking(self.engine.plan, self.state, self.uses)
 
     # --- parts of a request
 
     def _enter(self, facts: RequestFacts) -> Session:
         """Park, trim, grow and restore as the policies say; returns the session at the end of the reused tokens."""
+        carrier, store = self.carrier, self.store
         step = self.stack.on_request(self.state, facts)
-        self._carry_out(step, "park" if facts.switches else "prefill")
+        carrier.carry_out(step, "park" if facts.switches else "prefill")
         kinds = {move.kind for move in step.moves}
         if MoveKind.RESTORE not in kinds:
-            self.store.resume(self._match, facts.conversation)
+            store.resume(carrier.match, facts.conversation)
         if MoveKind.PARK in kinds:
             self._read_telemetry()
-            self._carry_out(recheck(self.stack.ctx, self.state), "park")
-        live = self.store.live
+            carrier.carry_out(recheck(self.stack.ctx, self.state), "park")
+        live = store.live
         if live is None:
             raise RuntimeError("no conversation is live")
         return live.session
 
     def _read_segment(self, session: Session, prompt: Sequence[int], facts: RequestFacts, segment: Segment) -> None:
-        self._carry_out(self.stack.before_read(self.state, facts, segment.tokens), "prefill")
+        self.carrier.carry_out(self.stack.before_read(self.state, facts, segment.tokens), "prefill")
         by_windows = self.stack.reads_by_windows(facts, segment.tokens)
         for first, last in segment.parts():
             if by_windows:
@@ -229,30 +271,32 @@ class Runtime:
         while True:
             # a window and the drafts that follow it
             step = self.stack.before_round(self.state, len(session.tokens), 2 * window, self._used)
-            self._carry_out(step, "decode")
+            self.carrier.carry_out(step, "decode")
             self._used = None
             record = next(steps, None)
             if record is None:
                 return
             done = record if isinstance(record, RoundRecord) else record[0]
+            if self.uses is not None and done.uses is not None:
+                self.uses += done.uses
             self._used = self._ranks_used(done.uses)
             yield record
 
     def _give_back(self, facts: RequestFacts) -> None:
         """After a prompt that failed: return what it held, if the engine can still do that."""
         if self.engine.stopped is None:
-            self._carry_out(self.stack.after_read(self.state, facts), "decode")
+            self.carrier.carry_out(self.stack.after_read(self.state, facts), "decode")
 
     def _ranks_used(self, uses: np.ndarray | None) -> np.ndarray | None:
         """The rank of every expert that a window used, once for each use, from i32[L', X]."""
         if uses is None:
             return None
-        counts = uses.T.reshape(-1)  # rank = expert * L' + block
+        counts = uses.reshape(-1)[self.engine.plan.order.expert]
         return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
     def _read_telemetry(self) -> None:
         """Bring the state in line with what the store holds and the system says."""
-        live = self.store.live
+        live, state = self.store.live, self.state
         parked = tuple(
             Conversation(c.name, c.tokens, c.bytes, tuple(p.num_tokens for p in c.checkpoints), c.order, c.pinned)
             for c in self.store.parked
@@ -260,166 +304,8 @@ class Runtime:
         now = None
         if live is not None:
             stored = tuple(p.num_tokens for p in live.checkpoints)
-            now = Conversation(live.name, len(live.session.tokens), 0, stored, self.state.clock, live.pinned)
-        clock = max([self.state.clock, *(c.order + 1 for c in parked)])
-        self.state = replace(self.state, live=now, parked=parked, clock=clock, ram_available_bytes=self.available_ram())
-
-    # --- moves
-
-    def _carry_out(self, step: Step, phase: str) -> None:
-        """Carry out a step, part by part and move by move."""
-        for part in step.each():
-            for idx, move in enumerate(part.moves):
-                before = self.state
-                refilled = any(later.kind is MoveKind.REFILL for later in part.moves[idx + 1 :])
-                after = self._without_refills(part.state) if refilled else part.state
-                self._move(move, before, after)
-                self.state = after
-                self._check()
-            self.state = part.state
-            for note in part.notes:
-                self.sink.event("note", text=note)
-            if part.moves:
-                self._memory(phase)
-
-    def _without_refills(self, after: MemoryState) -> MemoryState:
-        """The state before experts are copied into slots that have just come back."""
-        occupant = after.slots.occupant.copy()
-        coming = self._is_empty() & (occupant >= 0)
-        coming[after.slots.num_slots if after.lent_from is None else after.lent_from :] = False
-        occupant[coming] = EMPTY
-        return with_slots(after, occupant=occupant)
-
-    def _move(self, move: Move, before: MemoryState, after: MemoryState) -> None:
-        mover, kind = self.mover, move.kind
-        if kind is MoveKind.EVICT:
-            self._evict(before, after, move.cause)
-        elif kind in (MoveKind.REFILL, MoveKind.SWAP_EXPERT):
-            carry = mover.refill if kind is MoveKind.REFILL else mover.swap_experts
-            carry(self._fills(after), move.cause)
-        elif kind is MoveKind.LEND:
-            mover.lend(self._num_segments(move.first, move.last), move.cause)
-        elif kind is MoveKind.RETURN:
-            mover.take_back(self._num_segments(move.first, move.last), move.cause)
-        elif kind is MoveKind.MAP_CELLS:
-            mover.map_cells(after.kv_mapped_cells, self.pledged, move.cause)
-            self.pledged = ()
-        elif kind is MoveKind.TRIM_CELLS:
-            returned = np.flatnonzero((before.slots.occupant == GIVEN) & (after.slots.occupant != GIVEN)).tolist()
-            paid = [slot for slot in returned if slot not in self.pledged]
-            mover.trim_cells(after.kv_mapped_cells, move.cause, paid)
-            self.pledged = tuple(slot for slot in self.pledged if slot not in returned)
-        elif kind is MoveKind.UNLOAD_HEAD:
-            mover.unload_head(move.cause)
-        elif kind is MoveKind.LOAD_HEAD:
-            mover.load_head(move.cause)
-        elif kind in (MoveKind.ALLOC_BUFFERS, MoveKind.FREE_BUFFERS):
-            # temporaries of the prompt programs: XLA takes them when one runs
-            self._log(MoveDone(kind, Owner.PROMPT_BUFFERS, move.bytes, 1, 0.0, None, move.cause))
-        elif kind is MoveKind.PARK:
-            self.store.park(incoming=self._conversation, cause=move.cause)
-        elif kind is MoveKind.RESTORE:
-            self.store.resume(self._match, self._conversation)
-        elif kind is MoveKind.DROP:
-            self.store.drop(move.conversation, move.cause)
-        elif kind is not MoveKind.CHECKPOINT:  # those are stored on the way through the prompt
-            raise NotImplementedError(f"the engine has no move {kind}")
-
-    def _evict(self, before: MemoryState, after: MemoryState, cause: str) -> None:
-        old, new = before.slots.occupant, after.slots.occupant
-        given = np.flatnonzero((new == GIVEN) & (old != GIVEN)).tolist()
-        emptied = np.flatnonzero((new == EMPTY) & (old >= 0)).tolist()
-        self.mover.evict([*given, *emptied], cause)
-        self.pledged += tuple(given)
-
-    def _fills(self, after: MemoryState) -> list[Fill]:
-        """The experts that a state has in slots which are empty now."""
-        slots = np.flatnonzero(self._is_empty() & (after.slots.occupant >= 0))
-        slots = slots[slots < self.engine.residency.num_present]
-        blocks = self.engine.plan.num_blocks
-        return [
-            Fill(rank % blocks, rank // blocks, slot)
-            for slot, rank in zip(slots.tolist(), after.slots.occupant[slots].tolist())
-        ]
-
-    def _is_empty(self) -> np.ndarray:
-        return self.engine.residency.occupant < 0
-
-    def _num_segments(self, first: int, last: int) -> int:
-        borders = self.state.slots.borders
-        if first not in borders:
-            raise ValueError(f"slots {first} to {last} are no whole segments: these begin at {borders}")
-        return sum(first <= border < last for border in borders)
-
-    # --- accounts
-
-    def _log(self, done: MoveDone) -> None:
-        self.sink.event(
-            done.kind.value, owner=str(done.owner), bytes=done.bytes, count=done.count, ms=done.ms, gb_s=done.gb_s,
-            cause=done.cause, conversation=self._conversation,
-        )  # fmt: skip
-
-    def _note(self, note: str) -> None:
-        """What the store says beyond the policies: that it could not do what they decided."""
-        if note.startswith("skip"):
-            self.sink.event("note", text=note)
-
-    def owners(self) -> dict[Owner, int]:
-        """The bytes of every owner of device memory now, as the policies' ledger has them."""
-        ctx = self.stack.ctx
-        return owner_bytes(ctx.sizes, ctx.plan, self.state)
-
-    def _memory(self, phase: str) -> None:
-        owners = {str(owner): num for owner, num in self.owners().items() if num}
-        self.sink.event("memory", phase=phase, owners=owners, executor="device")
-
-    def _check(self) -> None:
-        if self.check:
-            self.verify()
-
-    def verify(self) -> dict[str, int]:
-        """Compare the policies' state with the tables, and the ledger with the bytes of the engine's arrays.
-
-        Raises:
-            ValueError: tables differ from the state or from the device's. RuntimeError: bytes differ by more than 1 %.
-            BrokenInvariant: the state itself is none that may be.
-        """
-        engine, state, ctx = self.engine, self.state, self.stack.ctx
-        check_state(ctx.sizes, ctx.plan, state)
-        engine.check_tables()
-        self._check_slots()
-        owners = self.owners()
-        arena = sum(array.nbytes for array in engine.arrays)
-        ledger = owners[Owner.EXPERT_SLOTS] + owners[Owner.KV]
-        if arena != ledger:
-            raise RuntimeError(f"the arena's arrays have {arena:,} bytes; slots and K/V have {ledger:,} in the ledger")
-        if (engine.weights.head is not None) != state.head_loaded:
-            raise ValueError(f"the head is loaded: {engine.weights.head is not None}; the state says the opposite")
-        live = engine.owner.state if isinstance(engine.owner, Session) else None
-        temporary = {Owner.DECODE_BUFFERS, Owner.PROMPT_BUFFERS, Owner.FREE}
-        temporary |= set() if live is not None else {Owner.INDEX_KEYS, Owner.RECURRENT_STATE}
-        planned = sum(num for owner, num in owners.items() if owner not in temporary)
-        trees = (engine.weights, engine.tables, engine.arrays, live)
-        leaves = [x for x in jax.tree.leaves(trees) if not x.is_deleted()]
-        found = sum({id(x): x.nbytes for x in leaves}.values())
-        if abs(found - planned) > LEDGER_TOLERANCE_FRAC * planned:
-            raise RuntimeError(f"the ledger has {planned:,} bytes of device memory, the engine's arrays {found:,}")
-        return {"planned_bytes": planned, "found_bytes": found}
-
-    def _check_slots(self) -> None:
-        residency, state = self.engine.residency, self.state
-        blocks, experts = self.engine.plan.num_blocks, self.engine.plan.num_experts
-        ranks = state.slots.occupant.astype(np.int64)
-        expected = np.where(ranks >= 0, ranks % blocks * experts + ranks // blocks, -1)
-        present = residency.num_slots if state.lent_from is None else state.lent_from
-        expected[present:] = -1
-        if not np.array_equal(expected, residency.occupant):
-            slot = int(np.flatnonzero(expected != residency.occupant)[0])
-            raise ValueError(f"slot {slot} holds {residency.expert_in(slot)}; the policies have rank {ranks[slot]}")
-        if present != residency.num_present:
-            raise ValueError(f"slots from {residency.num_present:,} on are lent; the policies say from {present:,}")
-        given = np.flatnonzero(ranks == GIVEN)
-        if set(given.tolist()) != {*np.flatnonzero(residency.slot_page < 0).tolist(), *self.pledged}:
-            raise ValueError("the slots that pay for K/V cells are not those that the policies have given")
-        if residency.layout.groups(state.kv_mapped_cells) != residency.mapped_groups:
-            raise ValueError(f"{residency.mapped_cells:,} cells are mapped; the policies say {state.kv_mapped_cells:,}")
+            now = Conversation(live.name, len(live.session.tokens), 0, stored, state.clock, live.pinned)
+        clock = max([state.clock, *(c.order + 1 for c in parked)])
+        self.carrier.state = replace(
+            state, live=now, parked=parked, clock=clock, ram_available_bytes=self.available_ram()
+        )

@@ -61,12 +61,14 @@ class Session:
     Attributes:
         tokens: what the state has seen, in order; ``len(tokens)`` is the next position.
         count_uses: whether rounds say which experts they used.
+        lost_from: cells from here on were given up although tokens lie in them; going back to before goes on.
     """
 
     engine: Engine
     on_chunk: Callable[[ChunkRecord], None] = lambda record: None
     tokens: list[int] = field(default_factory=list)
     count_uses: bool = False
+    lost_from: int | None = None
 
     def __post_init__(self) -> None:
         self.state = self.engine.empty_state()
@@ -188,22 +190,38 @@ class Session:
         self._require_cells(len(self.tokens) + num_drafts)
         engine.head()
         engine.arena, self.state, proposed, good, counts = engine.programs.first_window(
-            num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, engine.segments,
+            num_drafts, engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments,
             self.state, np.array([token], np.int32), self.state.hidden[None], np.int32(len(self.tokens)),
             np.int32(1), np.float32(min_p),
         )  # fmt: skip
         return np.asarray(proposed)[: int(good)].tolist(), counts
 
     def _require_cells(self, end: int) -> None:
-        """What a program would write to cells without a page would be lost."""
+        """What a program would write to cells without a page would be lost.
+
+        Where the device has a window of the cells it is moved to those from the next position to ``end``.
+        """
         engine, end = self.engine, min(end, self.engine.plan.context_cells)
-        if engine.residency.mapped_cells < end:
+        if engine.cell_store is not None:
+            from strata_jax.engine.moves import Mover  # moves know sessions, too
+
+            (engine.mover or Mover(engine)).slide_cells(len(self.tokens), end)
+        elif engine.residency.mapped_cells < end:
             raise RuntimeError(f"{end:,} K/V cells are needed; {engine.residency.mapped_cells:,} are mapped")
 
     def _check_owner(self) -> None:
         self.engine.check_running()
         if self.engine.owner is not self:
             raise RuntimeError("the K/V cells of this sequence were taken over by a later one")
+        self.check_cells()
+
+    def check_cells(self) -> None:
+        """Raise RuntimeError if cells with tokens of this sequence were given up."""
+        if self.lost_from is not None:
+            raise RuntimeError(
+                f"the K/V cells of this sequence of {len(self.tokens):,} tokens were given up from"
+                f" {self.lost_from:,} on"
+            )
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         self._check_owner()
@@ -260,7 +278,7 @@ class Session:
         engine.head()
         rows = engine.ple_rows(self.tokens, window, size)
         engine.arena, self.state, out = engine.programs.decode(
-            num_drafts, engine.weights, engine.banks, engine.tables, engine.arena, engine.segments,
+            num_drafts, engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments,
             self.state, ids,
             np.int32(len(window)), np.int32(start), rows, wanted, how, np.float32(min_p),
         )  # fmt: skip

@@ -22,6 +22,8 @@ import numpy as np
 
 from strata_jax.engine.arena import CellLayout
 from strata_jax.engine.attention import IndexState
+from strata_jax.engine.cell_store import read_cells_of, write_cells_of
+from strata_jax.engine.cell_window import window_before
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.gdn import GdnState
 from strata_jax.engine.model import SequenceState, State
@@ -105,12 +107,13 @@ def take_checkpoint(session: Session) -> Checkpoint:
 
 def capture(session: Session) -> Image:
     """Copy the whole state to the host; the session goes on unchanged."""
+    session.check_cells()
     end = take_checkpoint(session)
     engine, count, cells = session.engine, len(session.tokens), {}
     pages = _page_table(engine, count)
     for row, (layer, name, ratio) in enumerate(_attention_rows(engine)):
         if len(pages[row]):
-            cells[_cells_name(name, row)] = read_rows(engine.programs, engine.arena, pages[row])
+            cells[_cells_name(name, row)] = read_cells_of(engine, row, pages[row])
         keys = _index_state(session.state, layer, engine)
         if keys is not None and count // ratio:
             rows = np.arange(count // ratio, dtype=np.int32)
@@ -130,30 +133,28 @@ def restore(session: Session, image: Image, checkpoint: Checkpoint | None = None
     """
     _check_owner(session)
     engine, point = session.engine, checkpoint or image.end
-    pages = check_restorable(engine, image, point)
+    check_restorable(engine, image, point)
     count = point.num_tokens
     with _overwriting(session):
-        state = session.state
+        if engine.cell_store is not None:
+            engine.publish(window_before(engine.residency, count))
+        state, pages = session.state, _page_table(engine, count)
         for row, (layer, name, ratio) in enumerate(_attention_rows(engine)):
             if len(pages[row]):
                 values = image.cells[_cells_name(name, row)]
-                for arena in write_rows(engine.programs, engine.arena, pages[row], values):
-                    engine.arena = arena
+                write_cells_of(engine, row, pages[row], values[: len(pages[row])])
             index = _index_state(state, layer, engine)
             if index is not None and count // ratio:
                 rows = np.arange(count // ratio, dtype=np.int32)
                 for keys in write_rows(engine.programs, index.keys, rows, image.cells[_keys_name(name, layer)]):
                     session.state = state = _with_index(state, layer, IndexState(keys, index.tail), engine)
         session.state = _with_carried(state, point)
-        session.tokens = image.token_ids[:count].tolist()
+        session.tokens, session.lost_from = image.token_ids[:count].tolist(), None
         session.drafts_usable = point.drafts_usable
 
 
-def check_restorable(engine: Engine, image: Image, point: Checkpoint) -> np.ndarray:
+def check_restorable(engine: Engine, image: Image, point: Checkpoint) -> None:
     """Verify that an image, or a checkpoint inside it, can become a session's state here; changes nothing.
-
-    Returns:
-        i32[A, n], the pages that the cells would go to.
 
     Raises:
         ValueError, RuntimeError: as `restore`.
@@ -165,7 +166,7 @@ def check_restorable(engine: Engine, image: Image, point: Checkpoint) -> np.ndar
         )
     if image.layout != engine.programs.spec.cells:
         raise ValueError(f"the image's cells are laid out as {image.layout}, here as {engine.programs.spec.cells}")
-    return _page_table(engine, point.num_tokens)
+    _page_table(engine, point.num_tokens)
 
 
 def roll_back(session: Session, checkpoint: Checkpoint) -> None:
@@ -182,9 +183,11 @@ def roll_back(session: Session, checkpoint: Checkpoint) -> None:
             f"a checkpoint after {checkpoint.num_tokens:,} tokens is not inside a sequence of {len(session.tokens):,}"
         )
     _page_table(session.engine, checkpoint.num_tokens)
+    if session.lost_from is not None and checkpoint.num_tokens > session.lost_from:
+        session.check_cells()
     with _overwriting(session):
         session.state = _with_carried(session.state, checkpoint)
-        session.tokens = session.tokens[: checkpoint.num_tokens]
+        session.tokens, session.lost_from = session.tokens[: checkpoint.num_tokens], None
         session.drafts_usable = checkpoint.drafts_usable
 
 
@@ -229,9 +232,9 @@ def _keys_name(section: str, layer: int) -> str:
 
 
 def _page_table(engine: Engine, count: int) -> np.ndarray:
-    """i32[A, n], the pages of the first ``count`` cells of every attention layer."""
+    """i32[A, n], the pages of the first ``count`` cells of every attention layer; -1 = in host memory."""
     pages = np.asarray(engine.tables.kv_pages)[:, : num_pages(engine, count)]
-    if (pages < 0).any():
+    if engine.cell_store is None and (pages < 0).any():
         raise RuntimeError(f"not all of the first {count:,} K/V cells are mapped")
     return pages
 
@@ -312,5 +315,7 @@ def _overwriting(session: Session) -> Iterator[None]:
     except BaseException as error:
         if engine.arena.is_deleted():
             engine.stopped = f"{MoveKind.RESTORE} failed and left no arena ({error})"
+        if engine.cell_store is not None and engine.cell_store.is_deleted():
+            engine.stopped = f"{MoveKind.RESTORE} failed and left no K/V in host memory ({error})"
         raise
     engine.owner = session

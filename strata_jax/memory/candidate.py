@@ -15,6 +15,8 @@ from strata_jax.errors import ConfigError
 from strata_jax.kv_types import cell_bytes
 from strata_jax.memory import layout
 from strata_jax.memory.buffers import Cells, decode_buffers, prompt_buffers
+from strata_jax.memory.context_entries import buffer_entries, cell_entries, grown_bytes
+from strata_jax.memory.fixed_entries import but_not, model_entries, reserve_entries
 from strata_jax.memory.ledger import (
     PHASES,
     Entry,
@@ -24,41 +26,15 @@ from strata_jax.memory.ledger import (
     Phase,
     Shortfall,
     always,
+    during,
     phase_totals,
     worst_excess,
     worst_shortfall,
 )
-from strata_jax.memory.request import Choice, MovingMemory, Origin, PlanRequest
-from strata_jax.memory.sizes import (
-    F32_BYTES,
-    ModelSizes,
-    bank_bytes,
-    gdn_state_bytes,
-    index_key_bytes,
-    index_tail_bytes,
-    ple_state_bytes,
-    table_bytes,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """What of a candidate's arena changes hands.
-
-    Attributes:
-        mapped_cells: K/V cells that have pages at the start.
-        segment_slots: how many of the last slots lie in each segment.
-        bucket_segments: how many of the last segments a prompt in chunks of each bucket borrows.
-        lent_slots, lent_bytes: slots of all segments that the largest bucket borrows.
-        base_bytes: what prompt buffers have without a loan and with the head loaded.
-    """
-
-    mapped_cells: int
-    segment_slots: tuple[int, ...]
-    bucket_segments: tuple[int, ...]
-    lent_slots: int = 0
-    lent_bytes: int = 0
-    base_bytes: int = 0
+from strata_jax.memory.pieces import LastSlots, Pieces, payable_pages
+from strata_jax.memory.request import Choice, Origin, PlanRequest
+from strata_jax.memory.sizes import ModelSizes, table_bytes
+from strata_jax.memory.slot_order import SlotOrder, slot_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +42,7 @@ class Frame:
     """A model and a request, before context, chunk and slots are chosen.
 
     Attributes:
-        pages: pages of a slot of each loaded block.
+        pages: pages of a slot of each loaded block. order: which experts get slots first.
         most_pages: pages of the largest of them.
         fixed: entries that depend on none of the three. fixed_bytes: their bytes of each phase.
     """
@@ -78,6 +54,7 @@ class Frame:
     cell_bytes: int
     cells_per_page: int
     pages: tuple[int, ...]
+    order: SlotOrder
     most_pages: int
     limits: tuple[Limit, ...]
     fixed: tuple[Entry, ...]
@@ -93,7 +70,7 @@ class Frame:
 
     @property
     def max_slots(self) -> int:
-        return len(self.pages) * self.sizes.geometry.num_experts
+        return self.order.num_ranked
 
     @property
     def window_tokens(self) -> int:
@@ -112,38 +89,53 @@ class Frame:
 
     def spare_pages(self, mapped_cells: int, num_slots: int) -> int:
         """Pages that only make the arena as long as one expert, since its program reads that many at a time."""
-        used = layout.slot_pages(num_slots, self.pages) + self.kv_pages(mapped_cells)
+        used = self.order.pages(num_slots) + self.kv_pages(mapped_cells)
         return max(0, self.most_pages - used)
 
     def first_cells(self, context_cells: int) -> int:
-        """Return the K/V cells that have pages at the start, where slots can pay for the others."""
-        init, cells = self.request.moving.grow_init_cells, self.num_cells(context_cells)
-        return cells if init is None else min(init, cells)
+        """Return the K/V cells that have pages at the start, where slots can pay for the others or RAM holds them."""
+        moving, cells = self.request.moving, self.num_cells(context_cells)
+        if moving.resident_cells:
+            return min(cells, layout.align_up(moving.resident_cells, self.cells_per_page))
+        return cells if moving.grow_init_cells is None else min(moving.grow_init_cells, cells)
+
+    def keeps_cells_in_host(self, context_cells: int) -> bool:
+        """Whether host memory has a place for every K/V cell, since the device does not."""
+        mapped = self.first_cells(context_cells)
+        return self.request.moving.resident_cells > 0 and mapped < self.num_cells(context_cells)
+
+    def least_resident_cells(self, chunk_tokens: int) -> int:
+        """Return the K/V cells that must be on the device: what a chunk or round writes, wherever in a page it begins.
+
+        A round writes a window and the drafts of the next one.
+        """
+        return max(chunk_tokens, 2 * self.window_tokens) + self.cells_per_page
 
     def context_entries(self, context_cells: int, mapped_cells: int | None = None) -> tuple[Entry, ...]:
         """Return what grows with the context alone: K/V pages, all of them or the mapped ones, and index keys."""
         cells = self.num_cells(context_cells)
         mapped = cells if mapped_cells is None else self.num_cells(mapped_cells)
-        return _context_entries(
-            self.sizes, self.with_draft, cells, mapped, self.page_bytes, self.cells_per_page, self.cell_bytes
-        )
+        return cell_entries(
+            self.sizes, self.with_draft, cells, mapped, self.page_bytes, self.cells_per_page, self.cell_bytes,
+            self.keeps_cells_in_host(context_cells),
+        )  # fmt: skip
 
     def slot_bytes(self, context_cells: int, num_slots: int, mapped_cells: int | None = None) -> int:
         """Return the bytes of `slot_entries`."""
         mapped = context_cells if mapped_cells is None else mapped_cells
-        pages = layout.slot_pages(num_slots, self.pages) + self.spare_pages(mapped, num_slots)
+        pages = self.order.pages(num_slots) + self.spare_pages(mapped, num_slots)
         tables = table_bytes(self.sizes, self.with_draft, num_slots, self.kv_pages_per_layer(context_cells))
         return pages * self.page_bytes + tables
 
     def slot_entries(self, context_cells: int, num_slots: int, pieces: Pieces | None = None) -> tuple[Entry, ...]:
         """Return what grows with the slots: their pages, the pages the arena lacks without them, and the tables."""
         lent = 0 if pieces is None else pieces.lent_bytes
-        pages = layout.slot_pages(num_slots, self.pages) - lent // self.page_bytes
+        pages = self.order.pages(num_slots) - lent // self.page_bytes
         rule = f"{num_slots - (pieces.lent_slots if pieces else 0):,} slots in {pages:,} pages x {self.page_bytes:,} B"
         entries = [always(Owner.EXPERT_SLOTS, "slots", pages * self.page_bytes, rule)]
         if pieces is not None and lent:
             rule = f"{pieces.lent_slots:,} slots in {lent // self.page_bytes:,} pages x {self.page_bytes:,} B"
-            entries.append(_but_not(Phase.PREFILL, Owner.EXPERT_SLOTS, "slots lent while a prompt is read", lent, rule))
+            entries.append(but_not(Phase.PREFILL, Owner.EXPERT_SLOTS, "slots lent while a prompt is read", lent, rule))
         spare = self.spare_pages(context_cells if pieces is None else pieces.mapped_cells, num_slots)
         if spare:
             rule = f"{spare} pages x {self.page_bytes:,} B, so that the arena is as long as one expert"
@@ -165,7 +157,7 @@ class Frame:
 
     def buffer_entries(self, context_cells: int, chunk_tokens: int) -> tuple[Entry, ...]:
         """Return the temporaries of prompt and decode programs."""
-        return _buffer_entries(
+        return buffer_entries(
             self.sizes, self.with_draft, self._cells(context_cells), chunk_tokens, self.window_tokens,
             self.request.all_logits,
         )  # fmt: skip
@@ -178,7 +170,23 @@ class Frame:
             *self.context_entries(context_cells, pieces.mapped_cells),
             *self.slot_entries(context_cells, num_slots, pieces),
             *self.buffer_entries(context_cells, chunk_tokens),
+            *self.park_entries(num_slots, pieces),
         )
+
+    def park_entries(self, num_slots: int, pieces: Pieces) -> tuple[Entry, ...]:
+        """Return the blocks through which pages are copied while a conversation is parked or restored."""
+        if not self.parks:
+            return ()
+        pages = self.order.pages(num_slots) + self.kv_pages(pieces.mapped_cells)
+        rows = layout.stage_rows(pages, self.page_bytes)
+        rule = f"2 blocks of {rows:,} pages x {self.page_bytes:,} B"
+        staging = layout.staging_bytes(pages, self.page_bytes)
+        return (during(Phase.PARK, Owner.CONVERSATIONS, "blocks of pages", staging, rule),)
+
+    @property
+    def parks(self) -> bool:
+        """Whether conversations are parked."""
+        return self.request.moving.conversation_bytes > 0
 
     def pieces(self, context_cells: int, chunk_tokens: int, num_slots: int) -> Pieces:
         """Return what of a candidate's arena changes hands.
@@ -198,14 +206,15 @@ class Frame:
             if more <= mapped:
                 break
             mapped = more
-        borders = sorted({loan for loan in loans if loan})
-        total = borders[-1] if borders else 0
+        last, total = self._last_slots(num_slots), max(loans)
+        borders = self._borders(context_cells, num_slots, loans, mapped)
         return Pieces(
             mapped_cells=mapped,
             segment_slots=tuple(b - a for a, b in pairwise([0, *borders]))[::-1],
             bucket_segments=tuple(borders.index(loan) + 1 if loan else 0 for loan in loans),
             lent_slots=total,
-            lent_bytes=self._last_slots_bytes(num_slots, total),
+            lent_bytes=last.bytes(total),
+            givable_bytes=last.givable_bytes(borders, last.bytes(total)) if self.request.moving.elastic_bytes else 0,
             base_bytes=base,
         )
 
@@ -217,10 +226,10 @@ class Frame:
         self, context_cells: int, chunk_tokens: int, num_slots: int
     ) -> dict[Memory, tuple[int, int, int, int]]:
         """Return what `entries` add up to in each phase; where nothing moves, without making them and their texts."""
-        if self.request.moving.on_device:
+        if self.request.moving.on_device or self.parks:
             entries = self.entries(context_cells, chunk_tokens, num_slots)
             return {memory: phase_totals(entries, (memory,)) for memory in Memory}
-        start, prefill, decode, park = _grown_bytes(
+        start, prefill, decode, park = grown_bytes(
             self.sizes, self.with_draft, self.page_bytes, self._cells(context_cells), chunk_tokens,
             self.window_tokens, self.request.all_logits,
         )  # fmt: skip
@@ -251,7 +260,7 @@ class Frame:
         if room is None:
             return self.max_slots
         most = layout.largest_where(lambda n: self.slot_bytes(context_cells, n, mapped) <= room, 0, self.max_slots)
-        if not self.request.moving.on_device or most is None:
+        if most is None or not (self.request.moving.on_device or self.parks):
             return most
         # cells that no slot can pay for need pages from the start, and a loan leaves the core what it must have
 
@@ -280,105 +289,47 @@ class Frame:
 
     def _loans(self, context_cells: int, buckets: Sequence[int], num_slots: int, base_bytes: int) -> list[int]:
         """Return how many of the last slots a prompt in chunks of each bucket borrows, in whole segments."""
-        moving, longest = self.request.moving, self.most_pages
+        moving = self.request.moving
         if not moving.lend:
             return [0] * len(buckets)
-        most = self._most_lent(num_slots, context_cells)
-        head = self.sizes.head_bytes if moving.head_alias else 0
-        loans: list[int] = []
-        for bucket in buckets:
-            need = sum(e.peak_bytes for e in self.prompt_entries(context_cells, bucket)) - base_bytes - head
-            loans.append(max([self._fewest_slots(num_slots, need, most), *loans[-1:]]))
-        # a segment is at least as long as an expert, and a smaller loan than that becomes the next larger one
-        for idx, loan in enumerate(loans):
-            below = loans[idx - 1] if idx else 0
-            if loan <= below:
-                continue
-            border = self._last_slots_bytes(num_slots, below) + longest * self.page_bytes
-            least = self._fewest_slots(num_slots, border, most)
-            if self._last_slots_bytes(num_slots, least) < border:
-                least = 0
-            loans[idx] = max(loan, least) if least else below
-        return loans
+        base = base_bytes + (self.sizes.head_bytes if moving.head_alias else 0)
+        needs = [sum(e.peak_bytes for e in self.prompt_entries(context_cells, bucket)) - base for bucket in buckets]
+        return self._last_slots(num_slots).loans(needs, self._most_in_segments(num_slots), self._longest_bytes)
 
-    def _most_lent(self, num_slots: int, context_cells: int) -> int:
-        """Return how many slots can be lent: the core keeps the floor and one expert of every block."""
-        keep = max(self.request.moving.floor_slots, len(self.pages))
+    def _borders(self, context_cells: int, num_slots: int, loans: Sequence[int], mapped_cells: int) -> list[int]:
+        """Return how many of the last slots lie behind each border of a segment; the core still pays for K/V cells."""
+
+        def pays(in_segments: int) -> bool:
+            return self._unpaid_cells(context_cells, num_slots - in_segments) <= mapped_cells
+
+        most = layout.largest_where(pays, max(loans), self._most_in_segments(num_slots)) or 0
+        elastic = self.request.moving.elastic_bytes
+        return self._last_slots(num_slots).borders(loans, elastic, most, self._longest_bytes)
+
+    def _most_in_segments(self, num_slots: int) -> int:
+        """Return how many slots can lie in segments: the core keeps the floor and one expert of every block."""
+        keep = max(self.request.moving.floor_slots, len(self.pages), self.order.slots_with(self.most_pages))
         return max(0, num_slots - keep)
 
-    def _fewest_slots(self, num_slots: int, num_bytes: int, most: int) -> int:
-        """Return how few of the last slots have so many bytes, `most` if none do."""
-        if num_bytes <= 0 or most <= 0:
-            return 0
-        short = layout.largest_where(lambda n: self._last_slots_bytes(num_slots, n) < num_bytes, 0, most)
-        return min(most, (short or 0) + 1)
+    @property
+    def _longest_bytes(self) -> int:
+        return self.most_pages * self.page_bytes
 
-    def _last_slots_bytes(self, num_slots: int, count: int) -> int:
-        pages = layout.slot_pages(num_slots, self.pages) - layout.slot_pages(num_slots - count, self.pages)
-        return pages * self.page_bytes
+    def _last_slots(self, num_slots: int) -> LastSlots:
+        return LastSlots(self.order, self.page_bytes, num_slots)
 
     def _unpaid_cells(self, context_cells: int, core_slots: int) -> int:
         """Return the cells that need pages from the start: those of the whole window that core slots cannot pay for.
 
-        The floor's slots never pay; counted as if the largest ones stayed.
+        The floor's slots never pay.
         """
         moving = self.request.moving
         if moving.grow_init_cells is None:
-            return self.num_cells(context_cells)
-        rounds, rest = divmod(max(0, core_slots), len(self.pages))
-        sizes = sorted((pages, rounds + (block < rest)) for block, pages in enumerate(self.pages))
-        paying, payable = max(0, core_slots - moving.floor_slots), 0
-        for pages, count in sizes:
-            payable += min(count, paying) * pages
-            paying -= min(count, paying)
+            return self.first_cells(context_cells)
+        payable = payable_pages(self.order, self.pages, core_slots, moving.floor_slots)
         layers = max(1, len(self.sizes.attention_layers(self.with_draft)))
         groups = self.kv_pages_per_layer(context_cells) - payable // layers
         return min(self.num_cells(context_cells), max(0, groups) * self.cells_per_page)
-
-
-def _but_not(phase: Phase, owner: Owner, item: str, num_bytes: int, rule: str) -> Entry:
-    """Return an entry that takes the same bytes in every phase but one."""
-    start, prefill, decode, park = (0 if each is phase else num_bytes for each in PHASES)
-    return Entry(owner, item, (start, prefill, decode, park), Memory.DEVICE, Origin.COMPUTED, rule)
-
-
-@lru_cache(maxsize=4096)
-def _context_entries(
-    sizes: ModelSizes, with_draft: bool, cells: int, mapped_cells: int, page_bytes: int, cells_per_page: int,
-    cell_bytes: int,
-) -> tuple[Entry, ...]:  # fmt: skip
-    """Return K/V pages of the mapped cells and index keys of all. Cached: searches ask for the same again and again."""
-    g, layers, trunk = sizes.geometry, sizes.attention_layers(with_draft), len(sizes.trunk_attention)
-    pages = layout.kv_pages_per_layer(mapped_cells, cells_per_page)
-    rule = f"x {pages:,} pages x {page_bytes:,} B; {cells_per_page:,} cells of {cell_bytes:,} B a page"
-    entries = [always(Owner.KV, "trunk", trunk * pages * page_bytes, f"{trunk} attention layers {rule}")]
-    if len(layers) > trunk:
-        entries.append(always(Owner.KV, "draft block", pages * page_bytes, f"1 attention layer {rule}"))
-    for ratio, count in sizes.sparse_ratios(with_draft):
-        keys = count * index_key_bytes(g, ratio, cells)
-        rule = f"{count} sparse layers x ({cells:,} cells / {ratio} + 1) x {g.index_dim} x 4 B"
-        entries.append(always(Owner.INDEX_KEYS, f"blocks of {ratio}", keys, rule))
-    return tuple(entries)
-
-
-def _buffer_entries(
-    sizes: ModelSizes, with_draft: bool, cells: Cells, chunk_tokens: int, window_tokens: int, all_logits: bool
-) -> tuple[Entry, ...]:
-    prompt = prompt_buffers(sizes, chunk_tokens, cells, with_draft=with_draft, all_logits=all_logits)
-    return prompt + decode_buffers(sizes, window_tokens, cells, with_draft=with_draft)
-
-
-@lru_cache(maxsize=4096)
-def _grown_bytes(
-    sizes: ModelSizes, with_draft: bool, page_bytes: int, cells: Cells, chunk_tokens: int, window_tokens: int,
-    all_logits: bool,
-) -> tuple[int, int, int, int]:  # fmt: skip
-    """Return the bytes of each phase that context and chunk take together."""
-    context = _context_entries(
-        sizes, with_draft, cells.context_cells, cells.context_cells, page_bytes, cells.cells_per_page, cells.cell_bytes
-    )
-    buffers = _buffer_entries(sizes, with_draft, cells, chunk_tokens, window_tokens, all_logits)
-    return phase_totals((*context, *buffers))
 
 
 def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
@@ -404,7 +355,7 @@ def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
             f" needs {needed:,}. Set engine.page_kib={-(-needed // layout.KIB)} or more"
         )
     pages = _pages(blobs, page_choice.value)
-    fixed = (*_reserve_entries(request), *_model_entries(sizes, with_draft, request.moving))
+    fixed = (*reserve_entries(request), *model_entries(sizes, with_draft, request.moving))
     return Frame(
         sizes=sizes,
         request=request,
@@ -413,6 +364,7 @@ def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
         cell_bytes=cell,
         cells_per_page=per_page,
         pages=pages,
+        order=slot_order(pages, sizes.geometry.num_experts, request.ranking),
         most_pages=max(pages),
         limits=request.limits(),
         fixed=fixed,
@@ -430,68 +382,3 @@ def _auto_page(blobs: tuple[int, ...], cell: int, block_cells: int) -> tuple[int
 @lru_cache(maxsize=64)
 def _pages(blobs: tuple[int, ...], page_bytes: int) -> tuple[int, ...]:
     return tuple(layout.pages_per_expert(blob, page_bytes) for blob in blobs)
-
-
-def _reserve_entries(request: PlanRequest) -> tuple[Entry, ...]:
-    if request.device_budget_bytes is None:
-        return ()
-    rule = "left to the desktop and other programs"
-    return (always(Owner.RESERVE, "reserve", request.reserve_bytes, rule, origin=request.reserve_origin),)
-
-
-@lru_cache(maxsize=32)
-def _model_entries(sizes: ModelSizes, with_draft: bool, moving: MovingMemory) -> tuple[Entry, ...]:
-    """Return weights, states, the bank and what parking takes. Cached: they are the same for many requests."""
-    g, entries = sizes.geometry, []
-    stored = "as stored; vectors and convolution kernels as float32"
-    entries.append(always(Owner.DENSE, "trunk", sizes.dense_bytes, stored))
-    entries.append(always(Owner.EMBEDDING, "rows", sizes.embedding_bytes, "token_embd as stored"))
-    head = "output as stored" if sizes.head_bytes else "0: the head uses the embedding"
-    if moving.head_alias:
-        rule = f"{head}; unloaded while a prompt is read"
-        entries.append(_but_not(Phase.PREFILL, Owner.HEAD, "rows", sizes.head_bytes, rule))
-        entries.append(always(Owner.BANK, "head", sizes.head_bytes, "copy to load it from", memory=Memory.HOST))
-    else:
-        entries.append(always(Owner.HEAD, "rows", sizes.head_bytes, head))
-    if moving.conversation_bytes:
-        rule = "conversation.budget_mib"
-        entries.append(
-            always(Owner.CONVERSATIONS, "parked", moving.conversation_bytes, rule, Memory.HOST, Origin.GIVEN)
-        )
-    if moving.checkpoints:
-        each = _checkpoint_bytes(sizes, with_draft)
-        rule = f"{moving.checkpoints} states x {each:,} B"
-        entries.append(always(Owner.CHECKPOINTS, "live", moving.checkpoints * each, rule, memory=Memory.HOST))
-    if with_draft:
-        entries.append(always(Owner.DRAFTER, "draft block", sizes.drafter_bytes, f"{stored}; without its experts"))
-    num_gdn = len(g.recurrent_layers)
-    if num_gdn:
-        each = gdn_state_bytes(g)
-        entries.append(
-            always(Owner.RECURRENT_STATE, "GDN", num_gdn * each, f"{num_gdn} GDN layers x {each:,} B of float32")
-        )
-    if g.ple_layer is not None:
-        rule = "inputs the n-gram convolution looks back to, float32"
-        entries.append(always(Owner.RECURRENT_STATE, "n-gram convolution", ple_state_bytes(g), rule))
-    width = g.num_streams * g.embed_width
-    entries.append(always(Owner.RECURRENT_STATE, "hidden row", width * F32_BYTES, f"C*E {width:,} x 4 B"))
-    for ratio, count in sizes.sparse_ratios(with_draft):
-        rule = f"{count} sparse layers x ({ratio} - 1) raw keys x {g.index_dim} x 4 B"
-        tails = count * index_tail_bytes(g, ratio)
-        entries.append(always(Owner.INDEX_KEYS, f"incomplete blocks of {ratio}", tails, rule))
-    if with_draft and g.compress_ratio[-1]:
-        ratio = g.compress_ratio[-1]
-        rule = f"the draft block's ({ratio} - 1) raw keys x {g.index_dim} x 4 B at the last committed token"
-        entries.append(always(Owner.INDEX_KEYS, "draft block before its last token", index_tail_bytes(g, ratio), rule))
-    blocks = sizes.blocks(with_draft)
-    rule = f"{g.num_experts} experts of {blocks} blocks, packed, matrices padded to 4 B"
-    entries.append(always(Owner.BANK, "experts", bank_bytes(sizes, with_draft), rule, memory=Memory.HOST))
-    return tuple(entries)
-
-
-def _checkpoint_bytes(sizes: ModelSizes, with_draft: bool) -> int:
-    """Return the bytes of a stored state: all of a sequence but its cells and the keys of complete index blocks."""
-    g = sizes.geometry
-    tails = sum(count * index_tail_bytes(g, ratio) for ratio, count in sizes.sparse_ratios(with_draft))
-    hidden = g.num_streams * g.embed_width * F32_BYTES
-    return len(g.recurrent_layers) * gdn_state_bytes(g) + ple_state_bytes(g) + tails + hidden

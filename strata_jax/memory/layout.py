@@ -1,15 +1,13 @@
 """Arithmetic of the paged arena: experts in slots, K/V cells in pages, prompt chunks in buckets.
 
-The arena is ``u32[num_pages, page_words]``. Slots come first, each a run of consecutive pages; K/V pages follow. Pairs
-(block, expert) get slots round robin: expert 0 of every block, then expert 1 of every block, and so on; so the bytes of
-the first n slots are whole rounds plus the first blocks of the next one. A K/V page holds the keys of all its cells,
+The arena is ``u32[num_pages, page_words]``. Slots come first, each a run of consecutive pages (`slot_order.py` says in
+which order experts get them); K/V pages follow. A K/V page holds the keys of all its cells,
 then their values. All functions are pure; sizes are integer bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from math import lcm
 
 WORD_BYTES = 4
@@ -22,6 +20,8 @@ GDN_CHUNK_TOKENS = 64  # longer prompt programs take whole multiples of it
 MATRIX_TILE_WEIGHTS = 16 * 2**20  # a larger matrix is decoded and multiplied in tiles (64 MiB of float32 at a time)
 GATHER_TILE_VALUES = 16 * 2**20  # keys (or values) that one tile of tokens gathers (64 MiB of float32)
 MAX_EXPERT_TILE_ROWS = 128
+STAGE_BYTES = 8 * 2**20  # most device memory of one block of rows on its way to or from the host
+STAGE_SHARE = 16  # a block is at most this part of its array
 
 
 def align_up(value: int, multiple: int) -> int:
@@ -58,31 +58,6 @@ def blob_bytes(part_bytes: Sequence[int]) -> int:
 def pages_per_expert(num_bytes: int, page_bytes: int) -> int:
     """Return the pages of a slot that holds a blob of `num_bytes`."""
     return -(-num_bytes // page_bytes)
-
-
-def slot_pages(num_slots: int, pages: Sequence[int]) -> int:
-    """Return the pages of the first `num_slots` slots; `pages` is the size of a slot of each block."""
-    rounds, rest = divmod(num_slots, len(pages)) if pages else (0, 0)
-    return rounds * sum(pages) + sum(pages[:rest])
-
-
-def slots_in_pages(num_pages: int, pages: Sequence[int], max_slots: int) -> int:
-    """Return how many slots, in order, lie in `num_pages` pages, `max_slots` at most: the inverse of `slot_pages`."""
-    if not pages or num_pages <= 0:
-        return 0
-    rounds, rest = divmod(num_pages, sum(pages))
-    partial = sum(1 for total in accumulate(pages) if total <= rest)
-    return min(rounds * len(pages) + partial, max_slots)
-
-
-def slot_pair(slot: int, num_blocks: int) -> tuple[int, int]:
-    """Return the (block, expert) that slot number `slot` holds at the start."""
-    return slot % num_blocks, slot // num_blocks
-
-
-def slot_first_page(slot: int, pages: Sequence[int]) -> int:
-    """Return the arena page at which a slot starts."""
-    return slot_pages(slot, pages)
 
 
 def slot_waste_frac(blobs: Sequence[int], page_bytes: int) -> float:
@@ -166,3 +141,16 @@ def prefill_buckets(chunk_tokens: int) -> tuple[int, ...]:
     """Return the row counts of the prompt programs: a part of a prompt is padded to the smallest that holds it."""
     small = {size for size in (SMALL_BUCKET_TOKENS, GDN_CHUNK_TOKENS) if size < chunk_tokens}
     return tuple(sorted(small | {padded_chunk(chunk_tokens)}))
+
+
+# Copies of rows
+
+
+def stage_rows(num_rows: int, row_bytes: int, most_bytes: int = STAGE_BYTES) -> int:
+    """Return the rows of an array that are copied to or from the host at a time: at most a 16th of them, if not one."""
+    return max(1, min(num_rows // STAGE_SHARE, most_bytes // row_bytes))
+
+
+def staging_bytes(num_rows: int, row_bytes: int) -> int:
+    """Return the device memory of the two blocks that are under way while an array's rows are copied."""
+    return 2 * min(num_rows, stage_rows(num_rows, row_bytes)) * row_bytes

@@ -6,18 +6,24 @@ page size, context, chunk, slots. A plan that does not fit is an `Unfit` with wh
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from strata_jax.errors import DoesNotFit
 from strata_jax.geometry import Geometry
 from strata_jax.memory import layout
-from strata_jax.memory.candidate import Frame, Pieces, make_frame
-from strata_jax.memory.ledger import MIB, Ledger, Origin, Owner, Phase
+from strata_jax.memory.candidate import Frame, make_frame
+from strata_jax.memory.cell_window import check_window, window_holds, window_note
+from strata_jax.memory.expert_ranking import ExpertRanking
+from strata_jax.memory.ledger import MIB, Ledger, Memory, Origin, Owner, Phase
+from strata_jax.memory.pieces import Pieces
 from strata_jax.memory.request import MIN_CONTEXT_CELLS, Choice, PlanRequest, check_request, setting_text
 from strata_jax.memory.segments import ArenaLayout, arena_layout
 from strata_jax.memory.sizes import model_sizes
+from strata_jax.memory.slot_order import SlotOrder, slot_order
 from strata_jax.memory.unfit import Unfit, explain
 
 SMALLEST_AUTO_CHUNK_TOKENS = 8
@@ -39,9 +45,11 @@ class MemoryPlan:
         slot_pages: pages of all slots.
         kv_pages_per_layer: pages of each of the `num_kv_layers` attention layers, the draft block's last.
         choices: each chosen setting with its origin and reason.
-        segment_slots: how many of the last slots lie in each lendable segment. bucket_segments: how many of the last
-            segments a prompt in chunks of each of `prefill_buckets` borrows; empty: none.
-        kv_mapped_cells: cells that have pages at the start; None: all.
+        segment_slots: how many of the last slots lie in each segment that can be lent or given back.
+        bucket_segments: how many of the last segments a prompt in chunks of each of `prefill_buckets` borrows; empty:
+            none.
+        kv_mapped_cells: cells that have pages at the start; None: all. Where it is a window (`keeps_cells_in_host`),
+            it slides over the sequence.
         prompt_base_bytes: what prompt buffers have without a loan and with the head loaded, where something is lent.
     """
 
@@ -74,14 +82,24 @@ class MemoryPlan:
     prompt_base_bytes: int = 0
 
     @property
+    def lent_segments(self) -> int:
+        """How many of the last segments a full chunk borrows."""
+        return self.bucket_segments[-1] if self.bucket_segments else 0
+
+    @property
     def lent_slots(self) -> int:
         """Slots that a full chunk borrows."""
-        return sum(self.segment_slots)
+        return sum(self.segment_slots[len(self.segment_slots) - self.lent_segments :])
 
     @property
     def mapped_cells(self) -> int:
         """K/V cells that have pages at the start."""
         return self.context_cells if self.kv_mapped_cells is None else self.kv_mapped_cells
+
+    @property
+    def keeps_cells_in_host(self) -> bool:
+        """Whether host memory has a place for every K/V cell, the device only for `mapped_cells` of them."""
+        return self.request.moving.resident_cells > 0 and self.mapped_cells < self.context_cells
 
     @property
     def prompt_layout(self) -> str:
@@ -93,10 +111,25 @@ class MemoryPlan:
         arena = self.arena
         return sum(arena.array_pages[len(arena.array_pages) - num_segments :]) * self.page_bytes if num_segments else 0
 
-    def loans(self) -> frozenset[tuple[int, int]]:
-        """Return each (bucket, segments lent) that a prompt can meet: its last chunk may be of a smaller bucket."""
-        segments = self.bucket_segments or (0,) * len(self.prefill_buckets)
-        return frozenset((bucket, lent) for i, bucket in enumerate(self.prefill_buckets) for lent in {*segments[i:]})
+    def loans(self, segments_given: int = 0) -> frozenset[tuple[int, int]]:
+        """Return each (bucket, segments away) that a prompt can meet: its last chunk may be of a smaller bucket.
+
+        Args:
+            segments_given: how many of the last segments are given back; the next ones are lent then, as many as have
+                the bytes of the loan.
+        """
+        sizes = self.arena.array_pages[1:][: len(self.segment_slots) - segments_given][::-1]
+        reach = (0, *accumulate(sizes))
+        lent = [
+            segments_given + bisect_left(reach, self.lent_bytes(n) // self.page_bytes)
+            for n in self.bucket_segments or (0,) * len(self.prefill_buckets)
+        ]
+        return frozenset((bucket, away) for i, bucket in enumerate(self.prefill_buckets) for away in {*lent[i:]})
+
+    @property
+    def order(self) -> SlotOrder:
+        """The experts of all blocks in the order in which they get slots."""
+        return slot_order(self.pages_per_expert, self.num_experts, self.request.ranking)
 
     @property
     def kv_first_page(self) -> int:
@@ -116,7 +149,7 @@ class MemoryPlan:
         """Where slots and K/V pages lie at the start."""
         return arena_layout(
             pages_per_expert=self.pages_per_expert,
-            num_slots=self.expert_slots,
+            slot_blocks=self.order.block[: self.expert_slots].tolist(),
             segment_slots=self.segment_slots,
             num_kv_layers=self.num_kv_layers,
             context_cells=self.context_cells,
@@ -124,6 +157,7 @@ class MemoryPlan:
             cells_per_page=self.cells_per_page,
             spare_pages=self.spare_pages,
             page_bytes=self.page_bytes,
+            has_window=self.keeps_cells_in_host,
         )
 
     @property
@@ -132,7 +166,7 @@ class MemoryPlan:
 
     def resident_pairs(self) -> Iterator[tuple[int, int]]:
         """Give the (block, expert) of each slot, in the order of the slots."""
-        return (layout.slot_pair(slot, self.num_blocks) for slot in range(self.expert_slots))
+        return self.order.pairs(self.expert_slots)
 
     def free_bytes(self, phase: Phase) -> dict[str, int]:
         """Return what a phase leaves of each budget."""
@@ -168,7 +202,7 @@ class MemoryPlan:
             "kv": {
                 "type": self.kv_type,
                 "mapped_cells": self.mapped_cells,
-                "mapped_mib": peak[Owner.KV] / MIB,
+                "mapped_mib": self.ledger.owner_bytes(Phase.START, Memory.DEVICE)[Owner.KV] / MIB,
                 "max_cells": self.context_cells,
                 "max_mib": self.kv_pages * self.page_bytes / MIB,
             },
@@ -188,12 +222,15 @@ class MemoryPlan:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> MemoryPlan:
-        """Return the plan that `to_json` gave `data` for."""
+    def from_json(cls, data: Mapping[str, Any], ranking: ExpertRanking | None = None) -> MemoryPlan:
+        """Return the plan that `to_json` gave `data` for.
+
+        ranking: the one that it follows, of which `data` has the digest only; ConfigError if it is another one.
+        """
         fields: dict[str, Any] = dict(data["layout"])
         names = ("prefill_buckets", "pages_per_expert", "segment_slots", "bucket_segments")
         fields |= {name: tuple(fields[name]) for name in names}
-        request = PlanRequest.from_json(data["request"])
+        request = PlanRequest.from_json(data["request"], ranking)
         return cls(
             model=data["model"], request=request, ledger=Ledger.from_json(data["ledger"]), choices=request.decided,
             notes=tuple(data["notes"]), **fields,
@@ -237,6 +274,7 @@ def _solve(geometry: Geometry, request: PlanRequest) -> MemoryPlan | tuple[Frame
     frame = make_frame(sizes, request)
     context = _choose_context(frame)
     chunk = _choose_chunk(frame, context.value)
+    check_window(frame, context.value, chunk.value)
     slots = _choose_slots(frame, context.value, chunk.value)
     if frame.shortfall(context.value, chunk.value, slots.value) is not None:
         return frame, (context.value, chunk.value, slots.value)
@@ -262,7 +300,7 @@ def _choose_context(frame: Frame) -> Choice:
     def takes_half(num_blocks: int) -> bool:
         cells = num_blocks * block
         entries = frame.context_entries(cells, frame.first_cells(cells))
-        return half is None or sum(e.peak_bytes for e in entries) <= half
+        return half is None or sum(e.peak_bytes for e in entries if e.memory is Memory.DEVICE) <= half
 
     def fits(num_blocks: int) -> bool:
         cells = num_blocks * block
@@ -313,7 +351,8 @@ def _choose_chunk(frame: Frame, context_cells: int) -> Choice:
     r = frame.request
     if r.chunk_tokens is not None:
         return r.choice("chunk_tokens", r.chunk_tokens)
-    tried = auto_chunks(r.chunk_auto_max, context_cells)
+    every = auto_chunks(r.chunk_auto_max, context_cells)
+    tried = tuple(tokens for tokens in every if window_holds(frame, context_cells, tokens)) or every[-1:]
     floors = (r.expert_slots,) if r.expert_slots is not None else (_one_token_slots(frame), 0)
     for num_slots in floors:
         for idx, tokens in enumerate(tried):
@@ -338,12 +377,14 @@ def _chunk_reason(frame: Frame, tried: tuple[int, ...], idx: int, context_cells:
         return f"{tried[idx - 1]:,} tokens need {short:,.1f} MiB more than there are beside {num_slots:,} slots"
     if tried[0] >= context_cells:
         return f"no prompt is longer than the context of {context_cells:,} cells"
+    if tried[0] < auto_chunks(frame.request.chunk_auto_max, context_cells)[0]:
+        return f"the largest that kv.resident_cells={frame.request.moving.resident_cells:,} holds beside a page"
     return f"the largest that auto tries; prefill.chunk=auto:{2 * tried[0]} allows more"
 
 
 def _one_token_slots(frame: Frame) -> int:
     """Slots for as many experts of every block as one token uses."""
-    return len(frame.pages) * frame.sizes.geometry.num_experts_used
+    return min(len(frame.pages) * frame.sizes.geometry.num_experts_used, frame.max_slots)
 
 
 def _choose_slots(frame: Frame, context_cells: int, chunk_tokens: int) -> Choice:
@@ -355,6 +396,9 @@ def _choose_slots(frame: Frame, context_cells: int, chunk_tokens: int) -> Choice
     if r.device_budget_bytes is None and fitting > _one_token_slots(frame):
         reason = "the experts of one token: here a slot is a second copy in the same memory and saves no transfer"
         return Choice("expert_slots", _one_token_slots(frame), Origin.COMPUTED, reason)
+    if r.ranking is not None and fitting == frame.max_slots < len(frame.order.expert):
+        reason = f"all experts that cache.profile={r.ranking.file} ranks"
+        return Choice("expert_slots", fitting, Origin.COMPUTED, reason)
     if fitting == frame.max_slots:
         return Choice("expert_slots", fitting, Origin.COMPUTED, "all experts fit")
     return Choice("expert_slots", fitting, Origin.COMPUTED, f"as many of {frame.max_slots:,} experts as fit")
@@ -386,7 +430,7 @@ def _assemble(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> Me
         kv_type=frame.request.kv_type,
         page_bytes=frame.page_bytes,
         pages_per_expert=frame.pages,
-        slot_pages=layout.slot_pages(slots.value, frame.pages),
+        slot_pages=frame.order.pages(slots.value),
         num_kv_layers=len(frame.sizes.attention_layers(frame.with_draft)),
         kv_pages_per_layer=frame.kv_pages_per_layer(context.value),
         spare_pages=frame.spare_pages(pieces.mapped_cells, slots.value),
@@ -423,15 +467,26 @@ def _notes(frame: Frame, context: Choice, chunk: Choice, slots: Choice, pieces: 
         notes.append(f"the context is rounded up to {cells:,} cells, whole blocks of {frame.block_cells}")
     if pieces.lent_slots:
         lent = f"{pieces.lent_slots:,} of {slots.value:,} slots ({pieces.lent_bytes / MIB:,.1f} MiB)"
-        notes.append(f"a chunk of {chunk.value:,} tokens borrows {lent} in {len(pieces.segment_slots)} segments")
+        notes.append(f"a chunk of {chunk.value:,} tokens borrows {lent} in {pieces.bucket_segments[-1]} segments")
     elif frame.request.moving.lend:
         notes.append("spare device memory pays for the prompt buffers: nothing is lent")
+    if frame.request.moving.elastic_bytes:
+        notes.append(_elastic_note(pieces))
     wanted = frame.first_cells(context.value)
     if frame.request.moving.grow_init_cells is not None and pieces.mapped_cells > wanted:
         notes.append(
             f"{pieces.mapped_cells:,} K/V cells are mapped at the start instead of {wanted:,}: the slots above the"
             f" floor of {frame.request.moving.floor_slots:,} cannot pay for more"
         )
+    window = window_note(frame, context.value, pieces.mapped_cells)
+    notes += [window] if window is not None else []
+    ranking = frame.request.ranking
+    if ranking is not None:
+        ranked = f"{frame.max_slots:,} of {len(frame.order.expert):,} experts ranked"
+        text = f"slots follow cache.profile={ranking.file}: {ranked}, digest {ranking.digest[:12]}"
+        if frame.with_draft and not ranking.with_draft:
+            text += "; it leaves out the draft block, whose experts get as many slots as a layer has on average"
+        notes.append(text)
     if frame.request.spec_window > 1 and not frame.with_draft:
         notes.append("the model has no draft block: it decodes token by token")
     if frame.sizes.table_bytes:
@@ -440,6 +495,15 @@ def _notes(frame: Frame, context: Choice, chunk: Choice, slots: Choice, pieces: 
             f" a token reads {frame.sizes.table_row_bytes:,} bytes of it"
         )
     return tuple(notes)
+
+
+def _elastic_note(pieces: Pieces) -> str:
+    if pieces.givable_bytes:
+        return f"{pieces.givable_bytes / MIB:,.1f} MiB of the expert cache can be given back, in segments"
+    return (
+        "no part of the expert cache can be given back: its segments have no more than the loan. Set another"
+        " policy.vram_elastic.segment_mib, more cache.slots or a smaller prefill.chunk"
+    )
 
 
 def _plain(value: Any) -> Any:

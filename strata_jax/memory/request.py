@@ -12,9 +12,11 @@ from typing import Any
 
 from strata_jax.errors import ConfigError
 from strata_jax.kv_types import KV_TYPES
+from strata_jax.memory.expert_ranking import ExpertRanking
 from strata_jax.memory.layout import KIB, MIN_PAGE_BYTES, WORD_BYTES
 from strata_jax.memory.ledger import Limit, Memory, Origin
 from strata_jax.memory.sizes import ModelSizes
+from strata_jax.memory.slot_order import slot_order
 
 MAX_WINDOW_TOKENS = 8
 MIN_CONTEXT_CELLS = 8
@@ -60,6 +62,8 @@ class MovingMemory:
         head_alias: the head's bytes serve prompts.
         grow_init_cells: K/V cells mapped at the start, the rest being paid for by slots later; None: all are mapped.
         floor_slots: slots that growth never takes.
+        elastic_bytes: least size of segments of the expert cache that can be given back to the allocator; 0: none can.
+        resident_cells: K/V cells of each attention layer on the device, all of them having a place in RAM; 0: no limit.
         conversation_bytes: RAM for parked conversations. checkpoints: stored states of each conversation.
     """
 
@@ -68,13 +72,16 @@ class MovingMemory:
     head_alias: bool = False
     grow_init_cells: int | None = None
     floor_slots: int = 0
+    elastic_bytes: int = 0
+    resident_cells: int = 0
     conversation_bytes: int = 0
     checkpoints: int = 0
 
     @property
     def on_device(self) -> bool:
         """Whether device memory changes hands."""
-        return self.lend or self.head_alias or self.grow_init_cells is not None
+        grows = self.grow_init_cells is not None
+        return self.lend or self.head_alias or grows or self.elastic_bytes > 0 or self.resident_cells > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,7 @@ class PlanRequest:
         host_budget_bytes: RAM that may be taken; None leaves it unchecked.
         shared_memory: device memory is a part of the RAM, as on a CPU.
         moving: what may change hands while the engine runs.
+        ranking: experts in the order in which they get slots, which there cannot be more of; None: blocks take turns.
         decided: choices of an earlier plan; a value that is still the same keeps its origin and reason.
     """
 
@@ -113,6 +121,7 @@ class PlanRequest:
     host_budget_bytes: int | None = None
     shared_memory: bool = False
     moving: MovingMemory = MovingMemory()
+    ranking: ExpertRanking | None = None
     decided: tuple[Choice, ...] = ()
 
     @property
@@ -151,16 +160,22 @@ class PlanRequest:
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["reserve_origin"] = str(self.reserve_origin)
         data["moving"] = asdict(self.moving)
+        data["ranking"] = None if self.ranking is None else self.ranking.to_json()
         data["decided"] = [asdict(choice) | {"origin": str(choice.origin)} for choice in self.decided]
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PlanRequest:
-        """Return the request that `to_json` gave `data` for."""
+    def from_json(cls, data: Mapping[str, Any], ranking: ExpertRanking | None = None) -> PlanRequest:
+        """Return the request that `to_json` gave `data` for. Raises ConfigError if `ranking` is not the one it names.
+
+        ranking: the one of the request, of which `data` has the digest only.
+        """
         decided = tuple(Choice(**(d | {"origin": Origin(d["origin"])})) for d in data["decided"])
         moving = MovingMemory(**data["moving"])
         origin = Origin(data["reserve_origin"])
-        return cls(**(dict(data) | {"reserve_origin": origin, "decided": decided, "moving": moving}))
+        known = ExpertRanking.named_in(data["ranking"], ranking)
+        parts = {"reserve_origin": origin, "decided": decided, "moving": moving, "ranking": known}
+        return cls(**(dict(data) | parts))
 
 
 def check_request(request: PlanRequest, sizes: ModelSizes) -> None:
@@ -185,6 +200,8 @@ def _value_problems(r: PlanRequest) -> list[str]:
         value = getattr(r, name)
         if value is not None and value < low:
             problems.append(f"{KEYS.get(name, name)}={value}: must be at least {low}")
+    if r.moving.resident_cells < 0:
+        problems.append(f"kv.resident_cells={r.moving.resident_cells}: must be at least 0 (all cells on the device)")
     if not 1 <= r.spec_window <= MAX_WINDOW_TOKENS:
         problems.append(f"spec.window={r.spec_window}: must be from 1 (no drafts) to {MAX_WINDOW_TOKENS}")
     if r.kv_type not in KV_TYPES:
@@ -223,6 +240,13 @@ def _contradictions(r: PlanRequest, sizes: ModelSizes) -> list[str]:
             f" {blocks * g.num_experts}: there cannot be more slots than experts. Set"
             f" cache.slots={blocks * g.num_experts} or less"
         )
+    if r.ranking is not None:
+        problems += _ranking_problems(r, r.ranking, sizes, blocks)
+    if r.moving.resident_cells and r.moving.grow_init_cells is not None:
+        problems.append(
+            f"kv.resident_cells={r.moving.resident_cells} and policy.kv_grow.enabled=true: cells on the device either"
+            " grow with the sequence or are a window of it. Leave one of them out"
+        )
     if r.moving.head_alias and not sizes.head_bytes:
         problems.append(
             "policy.head_alias.enabled=true and this model: its head is the embedding, so that unloading it frees"
@@ -234,3 +258,17 @@ def _contradictions(r: PlanRequest, sizes: ModelSizes) -> list[str]:
             " with the whole model"
         )
     return problems
+
+
+def _ranking_problems(r: PlanRequest, ranking: ExpertRanking, sizes: ModelSizes, num_blocks: int) -> list[str]:
+    g = sizes.geometry
+    problem = ranking.model_problem(g.name, g.num_layers, g.num_experts)
+    if problem is not None:
+        return [problem]
+    ranked = slot_order((1,) * num_blocks, g.num_experts, ranking).num_ranked
+    if r.expert_slots is None or not ranked < r.expert_slots <= num_blocks * g.num_experts:
+        return []
+    return [
+        f"cache.slots={r.expert_slots} and cache.profile={ranking.file}: it ranks {ranked} experts of the loaded"
+        f" blocks, and only ranked ones get a slot. Set cache.slots={ranked} or less, or give a ranking of more experts"
+    ]

@@ -30,6 +30,7 @@ class ArenaLayout:
         kv_first_page: the first of the pages that K/V cells have at the start, layer by layer.
         start_groups: pages of each attention layer that are mapped at the start, out of `num_groups`.
         cells_per_page: K/V cells of one layer in a page; `context_cells` in all.
+        has_window: whether the pages that are mapped slide over the sequence, the other cells being in host memory.
     """
 
     page_bytes: int
@@ -43,6 +44,7 @@ class ArenaLayout:
     num_groups: int
     cells_per_page: int
     context_cells: int
+    has_window: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -88,7 +90,7 @@ class ArenaLayout:
 def arena_layout(
     *,
     pages_per_expert: Sequence[int],
-    num_slots: int,
+    slot_blocks: Sequence[int],
     segment_slots: Sequence[int],
     num_kv_layers: int,
     context_cells: int,
@@ -96,19 +98,22 @@ def arena_layout(
     cells_per_page: int,
     spare_pages: int,
     page_bytes: int,
+    has_window: bool = False,
 ) -> ArenaLayout:
     """Lay out an arena.
 
     Args:
-        pages_per_expert: pages of a slot of each block; slots go through the blocks round robin.
+        pages_per_expert: pages of a slot of each block. slot_blocks: the block of each slot.
         segment_slots: how many of the last slots lie in each segment.
         kv_mapped_cells: cells that have pages at the start.
         spare_pages: pages of the core that belong to nobody at the start.
+        has_window: see `ArenaLayout`.
 
     Raises:
         ConfigError: too many segments, segments with more slots than there are, or an array shorter than one expert
             (a program reads that many pages of it at a time).
     """
+    num_slots = len(slot_blocks)
     if len(segment_slots) > MAX_SEGMENTS:
         raise ConfigError(f"{len(segment_slots)} segments; an arena has {MAX_SEGMENTS} at most")
     if sum(segment_slots) > num_slots:
@@ -118,15 +123,14 @@ def arena_layout(
     start_groups = layout.kv_pages_per_layer(min(kv_mapped_cells, context_cells), cells_per_page)
     beside = num_kv_layers * start_groups + spare_pages
     borders = tuple(accumulate(segment_slots, initial=core_slots))
-    ends = [layout.slot_pages(border, pages_per_expert) for border in borders]
+    slot_pages = [pages_per_expert[block] for block in slot_blocks]
+    first_pages = (0, *accumulate(slot_pages))
+    ends = [first_pages[border] for border in borders]
     made = ArenaLayout(
         page_bytes=page_bytes,
         array_pages=(ends[0] + beside, *(b - a for a, b in pairwise(ends))),
-        slot_first_page=tuple(
-            layout.slot_first_page(slot, pages_per_expert) + (beside if slot >= core_slots else 0)
-            for slot in range(num_slots)
-        ),
-        slot_num_pages=tuple(pages_per_expert[slot % len(pages_per_expert)] for slot in range(num_slots)),
+        slot_first_page=tuple(first_pages[slot] + (beside if slot >= core_slots else 0) for slot in range(num_slots)),
+        slot_num_pages=tuple(slot_pages),
         segment_first_slot=borders[:-1],
         kv_first_page=ends[0],
         num_kv_layers=num_kv_layers,
@@ -134,6 +138,7 @@ def arena_layout(
         num_groups=num_groups,
         cells_per_page=cells_per_page,
         context_cells=context_cells,
+        has_window=has_window,
     )
     longest = max(pages_per_expert)
     for array, pages in enumerate(made.array_pages):

@@ -129,7 +129,7 @@ def explain(frame: Frame, point: tuple[int, int, int], fits: Fits) -> Unfit:
     if shortfall is None:
         raise ValueError(f"the candidate {point} fits; there is nothing to explain")
     largest = {name: value for name, value in _largest(frame, point) if fits(_changed(request, name, value))}
-    alternatives = tuple(_alternatives(frame, shortfall, fits))
+    alternatives = tuple(_alternatives(frame, point, shortfall, fits))
     together = () if largest or alternatives else _together(frame, point, fits)
     least = Ledger(frame.entries(min(point[0], MIN_CONTEXT_CELLS), 1, 0))
     return Unfit(
@@ -175,8 +175,8 @@ def _largest_context(frame: Frame, context: int, chunk: int, slots: int) -> int 
     return None if found is None else found * block
 
 
-def _alternatives(frame: Frame, shortfall: Shortfall, fits: Fits) -> Iterator[str]:
-    """Give one smaller K/V type, drafts off, and a smaller reserve, where each is enough."""
+def _alternatives(frame: Frame, point: tuple[int, int, int], shortfall: Shortfall, fits: Fits) -> Iterator[str]:
+    """Give one smaller K/V type, drafts off, the K/V in host memory, and a smaller reserve, where each is enough."""
     request, g = frame.request, frame.sizes.geometry
     for kv_type in _smaller_kv_types(request.kv_type, g.num_kv_heads, g.head_dim):
         if _allowed(fits, replace(request, kv_type=kv_type)):
@@ -184,11 +184,23 @@ def _alternatives(frame: Frame, shortfall: Shortfall, fits: Fits) -> Iterator[st
             break
     if frame.with_draft and _allowed(fits, replace(request, spec_window=1)):
         yield "spec.window=1"
+    window = _window(frame, point)
+    if window is not None and _allowed(fits, window):
+        yield f"kv.resident_cells={window.moving.resident_cells}"
     reserve_mib = (request.reserve_bytes - shortfall.short_bytes) // MIB
     if request.device_budget_bytes is not None and reserve_mib >= 0:
         smaller = replace(request, reserve_bytes=reserve_mib * MIB)
         if _allowed(fits, smaller):
             yield f"hardware.vram_reserve_mib={reserve_mib}"
+
+
+def _window(frame: Frame, point: tuple[int, int, int]) -> PlanRequest | None:
+    """The request with the fewest K/V cells on the device, if there are fewer than now and RAM is another memory."""
+    context, chunk, _ = point
+    moving, least = frame.request.moving, frame.least_resident_cells(chunk)
+    if frame.request.is_shared or moving.grow_init_cells is not None or least >= frame.first_cells(context):
+        return None
+    return replace(frame.request, moving=replace(moving, resident_cells=least))
 
 
 def _together(frame: Frame, point: tuple[int, int, int], fits: Fits) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """The policies of this project's own engine: its memory plan in the shape that policies read.
 
-A slot of the engine is a slot of the policies, and rank r is the expert that slot r holds at the start, so hotness is
-the order of slots until usage is counted. Ranks cover every loaded block, the draft block included. K/V pages are the
-unit in which slots pay. What the allocator has to spare beyond the plan is never seen here: programs' temporaries take
-it, so free memory is 0 unless the head is unloaded or prompt buffers have memory of their own.
+A slot of the engine is a slot of the policies, and rank r is the expert that slot r holds at the start
+(`MemoryPlan.order`), so hotness is the order of slots until usage is counted. Ranks cover every loaded block, the draft
+block included. K/V pages are the unit in which slots pay. What the allocator has to spare beyond the plan is never seen
+here: programs' temporaries take it, so free memory is 0 unless the head is unloaded or prompt buffers have memory of
+their own.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ class DeviceSettings:
     """Settings of policies that the memory plan does not hold.
 
     Attributes:
+        grow_anywhere: the coldest slots pay for K/V cells wherever they lie; False: those just under the loan.
         grow_step_cells: K/V cells mapped at a time. hysteresis_steps: spare steps kept before cells are given back.
         alias_min_fresh_tokens: shorter reads keep the head; None: those that slots alone have room for.
         short_read_tokens: reads up to this length go through decode windows.
         conversation_slots: conversations that may be parked. conversation_min_free_mib: RAM that parking leaves free.
     """
 
+    grow_anywhere: bool = True
     grow_step_cells: int = 8_192
     hysteresis_steps: int = 2
     keep_restorable: bool = False
@@ -81,8 +84,9 @@ def device_stack(
     rows = 2 * plan.spec_window  # a window and the drafts after it
     parameters = PolicyParameters(
         alias_min_fresh_tokens=settings.alias_min_fresh_tokens or 0,
-        grow_anywhere=True,
+        grow_anywhere=settings.grow_anywhere,
         page_bytes=plan.page_bytes,
+        pages_stay=True,
         keep_restorable=settings.keep_restorable,
         request_margin_cells=max(rows, settings.request_margin_cells),
         round_margin_cells=max(rows, settings.round_margin_cells),
@@ -100,13 +104,29 @@ def device_stack(
 def first_state(stack: PolicyStack, plan: MemoryPlan, ram_available_bytes: int | None) -> MemoryState:
     """Return the memory of an engine that has just been loaded."""
     state = replace(stack.initial_state(), ram_available_bytes=ram_available_bytes)
-    return replace(state, slots=replace(state.slots, borders=plan.arena.segment_first_slot))
+    slots, borders = state.slots, plan.arena.segment_first_slot
+    # any segment can be lent, and only slots before them pay for cells
+    first = borders[0] if borders else slots.num_slots
+    cuts = tuple(slots.offset_bytes[list(borders)].tolist()) if plan.request.moving.elastic_bytes else ()
+    return replace(state, slots=replace(slots, borders=borders, low=first, top=first, cut_bytes=cuts))
+
+
+def bytes_beyond_plan(plan: MemoryPlan) -> int:
+    """Return the device memory that the plan leaves to other programs at all times, the reserve included.
+
+    0 where the device has no memory of its own: then only what is given back counts.
+    """
+    budget = plan.request.device_budget_bytes
+    if budget is None:
+        return 0
+    taken = max(plan.ledger.total_bytes(phase, Memory.DEVICE) for phase in Phase)
+    return budget - taken + plan.request.reserve_bytes
 
 
 def device_sizes(geometry: Geometry, plan: MemoryPlan) -> PackSizes:
     """Return the sizes of a model in the units of the arena, with a rank for every expert of every loaded block."""
     slot_bytes = np.array(plan.pages_per_expert, np.int64) * plan.page_bytes
-    rank_layer = np.tile(np.arange(plan.num_blocks, dtype=np.int16), plan.num_experts)
+    rank_layer = plan.order.block.astype(np.int16)
     return replace(
         pack_sizes(geometry),
         num_layers=plan.num_blocks,
@@ -156,9 +176,9 @@ def _as_strata_plan(
     card = Card("device", vram_bytes=vram, vmm_chunk_bytes=plan.page_bytes)
     prompt = PromptPath(
         chunk_tokens=plan.prefill_buckets[-1], layout=kind, ring_slots=0,
-        buffer_bytes=plan.lent_bytes(len(plan.segment_slots)) + own_bytes, own_bytes=own_bytes,
+        buffer_bytes=plan.lent_bytes(plan.lent_segments) + own_bytes, own_bytes=own_bytes,
         lent_slots=plan.lent_slots, first_lent=plan.expert_slots - plan.lent_slots,
-        lent_bytes=plan.lent_bytes(len(plan.segment_slots)), why_not_larger="",
+        lent_bytes=plan.lent_bytes(plan.lent_segments), why_not_larger="",
     )  # fmt: skip
     base = from_memory_plan(geometry, sizes, plan, card)
     request = replace(
@@ -170,6 +190,7 @@ def _as_strata_plan(
             floor_slots=moving.floor_slots,
             hysteresis_steps=settings.hysteresis_steps,
         ),
+        vram_elastic_mib=-(-moving.elastic_bytes // MIB),  # the segments are the arena's own
         short_read_tokens=settings.short_read_tokens,
         checkpoints=moving.checkpoints,
         conversation_mib=moving.conversation_bytes // MIB,

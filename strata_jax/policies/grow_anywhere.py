@@ -80,8 +80,7 @@ def loan_edge(ctx: PolicyContext, slots: SlotTable) -> SlotTable:
         return slots
     if not prompt.lent_slots:
         return replace(slots, low=slots.num_present, top=slots.num_present)
-    own = prompt.own_bytes if prompt.layout == "hybrid" else 0
-    first = slots.loan_first(max(0, prompt.buffer_bytes - own))
+    first = slots.loan_first(max(0, prompt.buffer_bytes - ctx.guest_bytes))
     least = _first_lendable(ctx, slots)
     top = least if first is None else max(least, min(first, prompt.first_lent))
     return replace(slots, low=top, top=top)

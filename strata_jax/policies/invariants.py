@@ -78,7 +78,7 @@ def _kv(plan: StrataPlan, state: MemoryState) -> list[str]:
         problems.append(f"{state.spare_chunks} spare and {slots.unmapped_chunks} unmapped chunks")
     if not 0 <= state.kv_mapped_cells <= plan.request.context_cells:
         problems.append(f"{state.kv_mapped_cells} of {plan.request.context_cells} cells are mapped")
-    if segment_bytes_given(plan, state) > 0 and slots.end is None:
+    if segment_bytes_given(state) > 0 and slots.end is None:
         problems.append("segments are given and all slots are there")
     return problems
 

@@ -22,7 +22,7 @@ from strata_jax.policies.grow_anywhere import give_coldest, take_back
 from strata_jax.policies.moves import Move, MoveKind
 from strata_jax.policies.policy import Policy, PolicyContext, refit_chunk
 from strata_jax.policies.residency import ColdestSlots, heat, hottest_that_fit
-from strata_jax.policies.state import GIVEN, MemoryState, RequestFacts, SlotTable, Step
+from strata_jax.policies.state import EMPTY, GIVEN, MemoryState, RequestFacts, SlotTable, Step, with_slots
 
 GIB = 2**30
 
@@ -130,7 +130,7 @@ def trim(ctx: PolicyContext, state: MemoryState, cells: int, conversation: str =
     filled = hottest_that_fit(slots.sizes()[returned].tolist(), ctx.rank_bytes, occupant[occupant >= 0])
     occupant[returned] = filled
     ranks = np.array([rank for rank in filled if rank >= 0], np.int64)
-    left = 0 if ctx.grows_anywhere else spare - back
+    left = 0 if ctx.grows_anywhere or ctx.parameters.pages_stay else spare - back
     g = ctx.granule_bytes
     cause = f"{KvGrow.name}: the session has been parked"
     moves = [
@@ -196,34 +196,34 @@ def _give_under_loan(ctx: PolicyContext, state: MemoryState, chunks: int) -> Ste
     if not freed:
         return Step(state)
     occupant, moved, evicted = _move_hot_experts(ctx, state, low)
-    occupant[low : slots.low] = GIVEN
     cause = f"{KvGrow.name}: chunks for cells"
-    moves = []
+    step = Step(state)
     if moved:
         num_bytes = int(ctx.rank_bytes[moved].sum())
-        moves.append(
-            Move(
-                MoveKind.MOVE_EXPERT,
-                "expert slots",
-                num_bytes,
-                count=len(moved),
-                first=low,
-                last=slots.low,
-                cause=cause,
-            )
+        move = Move(
+            MoveKind.MOVE_EXPERT, "expert slots", num_bytes, count=len(moved), first=low, last=slots.low, cause=cause
         )
+        note = f"{len(moved):,} hotter experts moved into the loan region"
+        step = Step(with_slots(state, occupant=_moved(slots, occupant)), (move,), (note,))
+    occupant[low : slots.low] = GIVEN
     num_bytes = int(ctx.rank_bytes[evicted].sum()) if evicted else 0
-    moves.append(
-        Move(
-            MoveKind.EVICT, "expert slots", num_bytes, count=len(evicted), first=low, last=slots.low, cause=cause,
-            detail=(("given_slots", slots.low - low), ("unmapped_bytes", freed * g)),
-        )
+    move = Move(
+        MoveKind.EVICT, "expert slots", num_bytes, count=len(evicted), first=low, last=slots.low, cause=cause,
+        detail=(("given_slots", slots.low - low), ("unmapped_bytes", freed * g)),
     )  # fmt: skip
     table = replace(
         slots, occupant=occupant, low=low, unmapped_from=end - freed, unmapped_chunks=slots.unmapped_chunks + freed
     )
-    note = (f"{len(moved):,} hotter experts moved into the loan region",) if moved else ()
-    return Step(replace(state, slots=table, spare_chunks=state.spare_chunks + freed), tuple(moves), note)
+    return step.then(Step(replace(state, slots=table, spare_chunks=state.spare_chunks + freed), (move,)))
+
+
+def _moved(slots: SlotTable, after: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the occupants when experts have moved into the slots that differ `after`wards and nothing else has."""
+    occupant, present = slots.occupant.copy(), slots.num_present
+    targets = np.flatnonzero(after != occupant)
+    occupant[:present][np.isin(occupant[:present], after[targets])] = EMPTY
+    occupant[targets] = after[targets]
+    return occupant
 
 
 def _move_hot_experts(

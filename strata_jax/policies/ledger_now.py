@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strata_jax.memory.ledger import MIB, Memory, Owner, Phase
+from strata_jax.memory.ledger import Memory, Owner, Phase
 from strata_jax.policies.state import MemoryState, beside_head_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def owner_bytes(sizes: PackSizes, plan: StrataPlan, state: MemoryState) -> dict[
     owners = plan.ledger.owner_bytes(Phase.START, Memory.DEVICE)
     owners.pop(Owner.RESERVE, None)  # memory that nobody takes: it is free
     lent = 0 if state.lent_from is None else state.slots.lendable_bytes(state.lent_from)
-    away = segment_bytes_given(plan, state)
+    away = segment_bytes_given(state)
     owners[Owner.HEAD] = beside_head_bytes(plan) + (plan.head_bytes if state.head_loaded else 0)
     owners[Owner.KV] = owners.get(Owner.KV, 0) + (state.kv_grown_chunks + state.spare_chunks) * state.chunk_bytes
     owners[Owner.EXPERT_SLOTS] = (
@@ -42,10 +42,6 @@ def parked_bytes(state: MemoryState) -> int:
     return sum(c.bytes for c in state.parked)
 
 
-def segment_bytes_given(plan: StrataPlan, state: MemoryState) -> int:
-    """Return the bytes of cache segments that the driver has at present; the last segment may be partial."""
-    if not state.segments_given:
-        return 0
-    segment = plan.request.vram_elastic_mib * MIB
-    total = state.slots.total_bytes
-    return total - (-(-total // segment) - state.segments_given) * segment
+def segment_bytes_given(state: MemoryState) -> int:
+    """Return the bytes of cache segments that the driver has at present."""
+    return state.slots.total_bytes - state.slots.kept_bytes(state.segments_given)

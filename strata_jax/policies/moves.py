@@ -19,6 +19,8 @@ class MoveKind(StrEnum):
     FREE_BUFFERS = "free_buffers"
     MAP_CELLS = "map_cells"
     TRIM_CELLS = "trim_cells"
+    SPILL_CELLS = "spill_cells"  # the window of K/V cells moves on: those that leave it are copied to RAM
+    FETCH_CELLS = "fetch_cells"  # it moves back: those that come into it are copied from RAM
     UNLOAD_HEAD = "unload_head"
     LOAD_HEAD = "load_head"
     GIVE_SEGMENT = "give_segment"  # a cache segment is given back to the driver

@@ -60,6 +60,8 @@ class PolicyParameters:
         grow_anywhere: the K/V takes the coldest slots wherever they lie (its pages are table entries); False: just
             under the loan, in whole chunks, as the original; None: `policy_stack` decides.
         page_bytes: unit in which slots pay anywhere.
+        pages_stay: unmapped K/V memory that no slot takes back stays the K/V's, as it always does where slots pay
+            anywhere; False: it is free again.
         read_grid: token counts that prompt buffers are laid out for, ascending; empty: multiples of 256.
         own_first: with the head unloaded, its bytes serve the prompt before slots do; False: slots first, as published.
         keep_restorable: trimming leaves what the longest parked conversation needs; False: as published.
@@ -69,6 +71,7 @@ class PolicyParameters:
     alias_min_fresh_tokens: int = 0
     grow_anywhere: bool | None = None
     page_bytes: int = PAGE_BYTES
+    pages_stay: bool = False
     read_grid: tuple[int, ...] = ()
     own_first: bool = False
     keep_restorable: bool = False
@@ -119,11 +122,21 @@ class PolicyContext:
         """Unit of memory in which the K/V is mapped."""
         return self.parameters.page_bytes if self.grows_anywhere else self.plan.card.vmm_chunk_bytes
 
+    @property
+    def least_chunk_tokens(self) -> int:
+        """The smallest chunk that a shrunk cache must have a loan for; where chunks are fixed, the only one."""
+        return self.parameters.read_grid[-1] if self.parameters.read_grid else CHUNK_GRID_TOKENS
+
+    @property
+    def guest_bytes(self) -> int:
+        """Prompt buffers that a lent head makes room for: the own part of the hybrid layout."""
+        return self.plan.prompt.own_bytes if self.plan.prompt.layout == "hybrid" else 0
+
     def spendable_bytes(self, state: MemoryState) -> int:
         """Return the free memory that may be taken for good: what is free when a lent head and its guest need most."""
         if not self.plan.head_aliased:
             return max(0, state.free_bytes)
-        guest = self.plan.prompt.own_bytes if self.plan.prompt.layout == "hybrid" else 0
+        guest = self.guest_bytes
         alone = state.free_bytes + (self.plan.head_bytes if state.head_loaded else 0)
         alone += state.own_buffer_bytes if guest else 0
         return max(0, alone - max(self.plan.head_bytes, guest))
@@ -222,8 +235,7 @@ def refit_chunk(ctx: PolicyContext, state: MemoryState, first: int) -> MemorySta
     prompt = ctx.plan.prompt
     if not prompt.lent_slots:
         return state
-    own = prompt.own_bytes if prompt.layout == "hybrid" else 0
-    room = state.slots.lendable_bytes(first) + own
+    room = state.slots.lendable_bytes(first) + ctx.guest_bytes
     tokens = prompt.chunk_tokens
     while tokens > 0 and ctx.buffer_bytes(tokens) > room:
         tokens = -(-tokens // CHUNK_GRID_TOKENS) * CHUNK_GRID_TOKENS - CHUNK_GRID_TOKENS

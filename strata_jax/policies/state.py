@@ -37,6 +37,8 @@ class SlotTable:
         low, top: slots [low, top) belong to the K/V at present where it takes them just under the loan (otherwise
             low == top); slots from `top` on may be lent.
         end: slots from here on are given back to the driver; None: all slots are there.
+        cut_bytes: where the cache can be cut, ascending: the segments that the driver may have begin there and reach to
+            the next one or to the end. Empty: none can be given.
         borders: first slots of the segments in which alone slots can be lent, ascending; slots in them never pay for
             cells. Empty: any slot can be lent.
         unmapped_from, unmapped_chunks: first chunk of the range that the K/V has taken, and how many. Where slots pay
@@ -51,6 +53,7 @@ class SlotTable:
     unmapped_from: int = 0
     unmapped_chunks: int = 0
     borders: tuple[int, ...] = ()
+    cut_bytes: tuple[int, ...] = ()
 
     @property
     def num_slots(self) -> int:
@@ -69,6 +72,16 @@ class SlotTable:
     def given(self) -> int:
         """Slots that belong to the K/V."""
         return int(np.count_nonzero(self.occupant == GIVEN))
+
+    def kept_bytes(self, segments_given: int) -> int:
+        """Return the bytes of the cache that are left when its last segments are given; 0: there are fewer."""
+        if not segments_given:
+            return self.total_bytes
+        return self.cut_bytes[-segments_given] if segments_given <= len(self.cut_bytes) else 0
+
+    def slots_within(self, num_bytes: int) -> int:
+        """Return how many of the first slots lie in the first `num_bytes`."""
+        return int(np.searchsorted(self.offset_bytes, num_bytes, side="right")) - 1
 
     def sizes(self) -> NDArray[np.int64]:
         """Return i64[S], the bytes of each slot."""
@@ -295,7 +308,9 @@ def initial_slots(sizes: PackSizes, plan: StrataPlan) -> SlotTable:
         occupant = np.full(num, EMPTY, np.int32)
         occupant[: len(hottest)] = hottest
     top = plan.prompt.first_lent if plan.prompt.lent_slots else num
-    return SlotTable(offsets, occupant, low=top, top=top)
+    segment = plan.request.vram_elastic_mib * MIB  # counted from the start; the last one may be partial
+    cuts = tuple(range(segment, int(offsets[-1]), segment)) if segment else ()
+    return SlotTable(offsets, occupant, low=top, top=top, cut_bytes=cuts)
 
 
 def with_slots(state: MemoryState, **changes: object) -> MemoryState:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 OWN_FILES = (
     "plan.json",
     "plan.txt",
+    "expert_ranking.json",
     "sizes.json",
     "sizes.txt",
     "events.jsonl",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from strata_jax.config.cache import NO_RANKING
 from strata_jax.config.checks import auto_limit
 from strata_jax.config.choices import Compat, Replacement, Tier
 from strata_jax.config.executors import LOCAL, has_strata_memory, is_preset
@@ -18,6 +19,7 @@ from strata_jax.errors import ConfigError
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.reader import open_gguf
 from strata_jax.hardware import MIB, Hardware, describe_local
+from strata_jax.memory.expert_ranking import ExpertRanking
 from strata_jax.memory.layout import KIB
 from strata_jax.memory.plan import plan as plan_xla
 from strata_jax.memory.request import PlanRequest
@@ -39,6 +41,7 @@ from strata_jax.sim.longest import LongestRequest
 from strata_jax.sim.machine import SimOptions
 from strata_jax.sim.prefill_cost import head_load_ms, relayout_ms
 from strata_jax.sim.profile import Profile, load_profile, profile_for_gpu, read_profile
+from strata_jax.sim.rankings import num_ranked, ranked_sizes, ranking_note, ranking_of, trunk_order
 from strata_jax.sim.requests import SimRequest
 from strata_jax.sim.trace import read_routing_trace
 from strata_jax.sim.workload import sim_requests
@@ -53,7 +56,10 @@ ARENA_SPARE_MIB = 10_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimInputs:
-    """A model on a card, before anything is planned. `notes`: what the original switches off, line by line."""
+    """A model on a card, before anything is planned.
+
+    notes: what the original switches off, line by line. ranking: the given one; None: the popularity model's.
+    """
 
     geometry: Geometry
     sizes: PackSizes
@@ -62,6 +68,7 @@ class SimInputs:
     request: StrataRequest
     requests: tuple[SimRequest, ...]
     notes: tuple[str, ...]
+    ranking: ExpertRanking | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,16 +90,20 @@ def sim_inputs(config: RunConfig, requests: tuple[SimRequest, ...] | None = None
         FormatError: the model's or the profile's file is broken.
     """
     geometry = geometry_of(config)
-    sizes = pack_sizes(geometry)
+    ranking = ranking_of(config, geometry)
+    sizes = pack_sizes(geometry) if ranking is None else ranked_sizes(pack_sizes(geometry), ranking)
     profile = profile_of(config)
     card = card_of(config, profile)
     requests = requests_of(config) if requests is None else requests
     asked = strata_request(config, geometry, sizes, card)
     needed = max((request.prompt_tokens + request.output_tokens for request in requests), default=0)
     _check_context(asked.context_cells, needed, geometry.context_length)
+    if ranking is not None:
+        asked = replace(asked, ranked=num_ranked(config, ranking))
     request, notes = allowed_request(config, asked, num_layers=geometry.num_layers, needed_cells=needed)
     notes = (*notes, *_reserve_note(config, sizes, card), *_replaced(config, request))
-    return SimInputs(geometry, sizes, profile, card, request, requests, notes)
+    notes += () if ranking is None else (ranking_note(ranking, request.ranked),)
+    return SimInputs(geometry, sizes, profile, card, request, requests, notes, ranking)
 
 
 def _returning_head_bytes(config: RunConfig, sizes: PackSizes, card: Card) -> int:
@@ -151,7 +162,7 @@ def plan_or_unfit(config: RunConfig, inputs: SimInputs) -> StrataPlan | StrataUn
     """
     if has_strata_memory(config):
         compat, parameters = PolicyCompat(config.policy.compat.value), policy_parameters(config)
-        check = LongestRequest(inputs.sizes, compat, parameters, sim_options(config), inputs.requests)
+        check = LongestRequest(inputs.sizes, compat, parameters, sim_options(config, inputs.ranking), inputs.requests)
         return try_plan_strata(inputs.sizes, inputs.card, inputs.request, check=check)
     made = plan_xla(inputs.geometry, _xla_request(config, inputs))
     return from_memory_plan(inputs.geometry, inputs.sizes, made, inputs.card)
@@ -167,7 +178,7 @@ def complete_setup(config: RunConfig, inputs: SimInputs, plan: StrataPlan) -> Si
         least = break_even_tokens(stack.ctx, cycle_ms)
         parameters = replace(parameters, alias_min_fresh_tokens=least)
         stack = policy_stack(inputs.sizes, plan, compat=compat, parameters=parameters)
-    return SimSetup(inputs, plan, stack, sim_options(config))
+    return SimSetup(inputs, plan, stack, sim_options(config, inputs.ranking))
 
 
 def geometry_of(config: RunConfig) -> Geometry:
@@ -261,7 +272,7 @@ def strata_request(config: RunConfig, geometry: Geometry, sizes: PackSizes, card
             anywhere=not upstream if kv.grow.anywhere == AUTO else bool(kv.grow.anywhere),
         ),
         vram_elastic_mib=policy.vram_elastic.segment_mib if elastic else 0,
-        profile=cache.profile == AUTO,
+        profile=cache.profile != NO_RANKING,
         ranked=_integer(cache.ranked),
         stream_min_tokens=prefill.stream_min_tokens,
         ring_slots=_integer(prefill.ring_slots),
@@ -305,10 +316,15 @@ def policy_parameters(config: RunConfig) -> PolicyParameters:
     )
 
 
-def sim_options(config: RunConfig) -> SimOptions:
-    """Return the simulator's options. Raises FormatError for a routing trace that cannot be read."""
+def sim_options(config: RunConfig, ranking: ExpertRanking | None = None) -> SimOptions:
+    """Return the simulator's options. Raises FormatError for a routing trace that cannot be read.
+
+    ranking: whose ranks a routing trace's experts have; None: they are ranked by use in the trace itself.
+    """
     executor, cache = config.executor, config.conversation.prompt_cache
     trace = None if executor.routing_trace is None else read_routing_trace(Path(executor.routing_trace).expanduser())
+    if trace is not None and ranking is not None:
+        trace = replace(trace, order=trunk_order(ranking).expert)
     return SimOptions(
         spec_min_p=config.spec.min_p,
         pcie_frac=_number(config.cache.pcie_frac),
@@ -367,6 +383,7 @@ def _xla_request(config: RunConfig, inputs: SimInputs) -> PlanRequest:
         reserve_bytes=reserve_mib(config) * MIB,
         host_budget_bytes=card.ram_bytes if card.ram_available_bytes is None else card.ram_available_bytes,
         shared_memory=False,
+        ranking=inputs.ranking,
     )
 
 

@@ -20,12 +20,15 @@ class RoutingTrace:
 
     Attributes:
         experts: i32[tokens, layers, k], the experts that each token asked each layer for.
+        order: i32[R], ``layer * num_experts + expert`` of each rank of a given ranking; None: ranks are by use in this
+            trace.
     """
 
     experts: NDArray[np.int32]
+    order: NDArray[np.int32] | None = None
 
     def ranks(self, num_layers: int, num_experts: int) -> NDArray[np.int32]:
-        """Return i32[tokens, layers * k]: the look-ups as ranks, 0 for the expert asked for most in this trace.
+        """Return i32[tokens, layers * k]: the look-ups as ranks, as `order` has them or by use here.
 
         Ties go to the lower layer, then to the lower expert. Raises FormatError if the trace is another model's.
         """
@@ -37,8 +40,9 @@ class RoutingTrace:
             )
         pairs = self.experts + num_experts * np.arange(layers, dtype=np.int32)[None, :, None]
         counts = np.bincount(pairs.ravel(), minlength=num_layers * num_experts)
+        order = np.argsort(-counts, kind="stable") if self.order is None else self.order
         rank_of = np.empty(len(counts), dtype=np.int32)
-        rank_of[np.argsort(-counts, kind="stable")] = np.arange(len(counts), dtype=np.int32)
+        rank_of[order] = np.arange(len(counts), dtype=np.int32)
         return np.asarray(rank_of[pairs].reshape(tokens, -1))
 
 

@@ -18,6 +18,7 @@ from strata_jax.engine.engine import Engine
 from strata_jax.engine.moves import MoveDone, Mover
 from strata_jax.engine.residency import Fill
 from strata_jax.engine.session import Session
+from strata_jax.engine.snapshots import capture, roll_back, take_checkpoint
 from strata_jax.errors import ConfigError, DoesNotFit
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.reader import open_gguf
@@ -178,10 +179,7 @@ class Turbulence:
             self.swap([Fill(0, 14, 10), Fill(3, 14, 11), Fill(4, 14, 0)])
         elif idx == 3:
             self.grow(120)
-            moved = int(self.engine.residency.kv_pages[0, 2])
             mover.trim_cells(90, "test")
-            if len(free := self.engine.residency.free_pages()):
-                mover.move_page(moved, int(free[0]), "test")
 
     def after_reading(self) -> None:
         self.mover.take_back(1, "test")
@@ -246,7 +244,8 @@ def test_moves_of_every_kind_do_not_change_a_bit(pieces: Engine, expected: Outpu
     assert found.differences(expected) == []
     kinds = Counter(move.kind for move in done)
     not_here = {MoveKind.ALLOC_BUFFERS, MoveKind.FREE_BUFFERS, MoveKind.PARK, MoveKind.RESTORE, MoveKind.DROP}
-    assert set(kinds) == set(MoveKind) - not_here - {MoveKind.CHECKPOINT}
+    with_a_window = {MoveKind.SPILL_CELLS, MoveKind.FETCH_CELLS}  # of cells on the device
+    assert set(kinds) == set(MoveKind) - not_here - with_a_window - {MoveKind.CHECKPOINT}
     assert all(move.cause == "test" for move in done)
     blob_bytes = pieces.banks[0].blobs[0].nbytes
     for move in done:
@@ -291,21 +290,42 @@ def test_programs_that_would_write_to_cells_without_a_page_do_not_run(pieces: En
 
 
 def test_a_page_is_mapped_moved_with_its_bytes_and_released(pieces: Engine) -> None:
+    """Slot 4 pays for the ninth group, slot 5 for the tenth; when the tenth goes, slot 4 is put together again."""
     mover, core = Mover(pieces, check=True), pieces.arena.shape
     free = len(pieces.residency.free_pages())
     mover.map_cells(72, [4])
+    mover.map_cells(80, [5])
     page = int(pieces.residency.kv_pages[1, 8])
     assert page in range(40, 50)
     cells = np.arange(core[1], dtype=np.uint32)
     pieces.arena = pieces.arena.at[page].set(cells)
-    target = int(pieces.residency.free_pages()[-1])
-    mover.move_page(page, target)
-    assert pieces.residency.kv_pages[1, 8] == target
+    assert mover.trim_cells(72, returning=[4]) == (4,)
+    target = int(pieces.residency.kv_pages[1, 8])
+    assert target in range(50, 60)
     np.testing.assert_array_equal(np.asarray(pieces.arena)[target], cells)
-    slots = mover.trim_cells(START_CELLS)
-    assert slots == (4,)
+    assert mover.trim_cells(START_CELLS) == (5,)
     assert len(pieces.residency.free_pages()) == free
     assert pieces.arena.shape == core
+
+
+def test_a_sequence_whose_cells_were_given_up_only_goes_on_from_before(pieces: Engine) -> None:
+    session, mover = Session(pieces), Mover(pieces, check=True)
+    session.prefill(PROMPT[:16])
+    checkpoint = take_checkpoint(session)
+    session.prefill(PROMPT[16:40])
+    late = take_checkpoint(session)
+    expected = session.last_logits()
+    mover.trim_cells(40)
+    session.last_logits()  # nothing that has tokens is gone
+    mover.trim_cells(24)
+    mover.map_cells(START_CELLS)  # what was in the cells is lost all the same
+    lost = "of 40 tokens were given up from 24 on"
+    for use in (session.last_logits, lambda: session.prefill([1]), lambda: capture(session),
+                lambda: roll_back(session, late)):  # fmt: skip
+        with pytest.raises(RuntimeError, match=lost):
+            use()
+    roll_back(session, checkpoint)
+    assert session.prefill(PROMPT[16:40]).tobytes() == expected.tobytes()
 
 
 def scatter(mover: Mover) -> None:
@@ -351,6 +371,25 @@ def test_lent_segments_are_given_back_to_the_allocator(pieces: Engine) -> None:
         np.testing.assert_array_equal(
             bytes_of(pieces, fill.slot), np.asarray(pieces.banks[fill.layer].blobs[fill.expert])
         )
+
+
+def test_a_move_is_checked_with_the_devices_own_count(pieces: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU keeps no count: the bytes of live arrays stand in for it."""
+    done: list[MoveDone] = []
+    mover = Mover(pieces, check=True)
+    mover.unload_head()
+    mover.load_head()  # the copy in host memory, which is an array of this device too, is there from now on
+    monkeypatch.setattr(Engine, "bytes_in_use", lambda engine: live_bytes())
+    mover.on_move = done.append
+    for move in (lambda: mover.lend(2), lambda: mover.take_back(2), mover.unload_head, mover.load_head):
+        move()
+    lent, back, unloaded, loaded = done
+    assert lent.device_change_bytes == -lent.bytes == -back.bytes == -back.device_change_bytes
+    assert unloaded.device_change_bytes == -unloaded.bytes == -loaded.device_change_bytes
+    kept = live_bytes()
+    monkeypatch.setattr(Engine, "bytes_in_use", lambda engine: kept)  # as if somebody held on to what was lent
+    with pytest.raises(RuntimeError, match=r"lend of .* bytes changed the device's bytes in use by 0"):
+        mover.lend(1)
 
 
 def bytes_of(engine: Engine, slot: int) -> np.ndarray:

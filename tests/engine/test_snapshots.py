@@ -248,7 +248,7 @@ def test_after_a_failed_write_the_session_is_unusable_and_the_image_whole(
 ) -> None:
     image = capture(conversation(engine))
     expected = image_hash(image)
-    calls, call = [0], engine.programs._call
+    calls, call = [0], engine.programs.call
 
     def failing(key: tuple, *args: object, **options: object) -> object:
         calls[0] += key[0] == "rows in"
@@ -257,7 +257,7 @@ def test_after_a_failed_write_the_session_is_unusable_and_the_image_whole(
         return call(key, *args, **options)  # type: ignore[arg-type]
 
     session = Session(engine)
-    monkeypatch.setattr(engine.programs, "_call", failing)
+    monkeypatch.setattr(engine.programs, "call", failing)
     monkeypatch.setattr(row_copies, "STAGE_BYTES", engine.plan.page_bytes)  # a block is a page
     with pytest.raises(OSError, match="no more"):
         restore(session, image)
@@ -274,7 +274,7 @@ def test_an_engine_that_lost_its_arena_stops(models: ModelStore, monkeypatch: py
     engine = load(models.synthetic("nano", 0, echo_mtp=0.1))
     session = Session(engine)
     session.prefill(PROMPT)
-    image, call = capture(session), engine.programs._call
+    image, call = capture(session), engine.programs.call
 
     def failing(key: tuple, f: object, args: tuple, **options: object) -> object:
         if key[0] == "rows in":
@@ -282,7 +282,7 @@ def test_an_engine_that_lost_its_arena_stops(models: ModelStore, monkeypatch: py
             raise OSError("no memory")
         return call(key, f, args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine.programs, "_call", failing)
+    monkeypatch.setattr(engine.programs, "call", failing)
     with pytest.raises(OSError, match="no memory"):
         restore(session, image)
     with pytest.raises(RuntimeError, match="the engine has stopped: restore failed and left no arena"):

@@ -33,27 +33,6 @@ def test_whole_pages_hold_an_expert() -> None:
     assert [layout.pages_per_expert(n, 1024) for n in (1, 1024, 1025)] == [1, 1, 2]
 
 
-@given(num_slots=st.integers(0, 400), pages=PAGES)
-def test_slot_pages_equal_walking_the_slots_one_by_one(num_slots: int, pages: list[int]) -> None:
-    walked = 0
-    for slot in range(num_slots):
-        assert layout.slot_first_page(slot, pages) == walked
-        block, _ = layout.slot_pair(slot, len(pages))
-        walked += pages[block]
-    assert layout.slot_pages(num_slots, pages) == walked
-
-
-@given(num_pages=st.integers(0, 3000), pages=PAGES, max_slots=st.integers(0, 400))
-def test_slots_in_pages_is_the_largest_number_that_fits(num_pages: int, pages: list[int], max_slots: int) -> None:
-    slots = layout.slots_in_pages(num_pages, pages, max_slots)
-    assert layout.slot_pages(slots, pages) <= num_pages
-    assert slots == max_slots or layout.slot_pages(slots + 1, pages) > num_pages
-
-
-def test_slots_go_round_the_blocks_before_the_next_expert() -> None:
-    assert [layout.slot_pair(slot, 3) for slot in range(5)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]
-
-
 @given(page_bytes=st.integers(1, 2**18), cell=st.integers(1, 3000).map(lambda n: 4 * n), block=st.integers(1, 16))
 def test_a_page_holds_whole_blocks_of_cells(page_bytes: int, cell: int, block: int) -> None:
     cells = layout.cells_per_page(page_bytes, cell, block)

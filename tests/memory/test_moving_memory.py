@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from strata_jax.engine.row_copies import block_rows
 from strata_jax.errors import ConfigError, DoesNotFit
 from strata_jax.memory.candidate import make_frame
 from strata_jax.memory.ledger import MIB, PHASES, Memory, Owner, Phase
@@ -26,6 +27,7 @@ MOVING = st.builds(
     head_alias=st.booleans(),
     grow_init_cells=st.none() | st.integers(1, 2048),
     floor_slots=st.integers(0, 30),
+    elastic_bytes=st.sampled_from((0, 0, 1, 200_000, MIB)),
     conversation_bytes=st.sampled_from((0, MIB)),
     checkpoints=st.integers(0, 4),
 )
@@ -78,7 +80,8 @@ def test_the_loan_of_every_bucket_covers_its_buffers(request: PlanRequest) -> No
         need = sum(e.peak_bytes for e in frame.prompt_entries(made.context_requested_cells, bucket))
         assert others + head - made.lent_bytes(lent) + need <= budget
         assert (bucket, lent) in made.loans()
-    assert made.bucket_segments[-1] == len(made.segment_slots)
+    if not request.moving.elastic_bytes:
+        assert made.bucket_segments[-1] == len(made.segment_slots)
 
 
 @settings(max_examples=150, deadline=None)
@@ -88,12 +91,62 @@ def test_slots_above_the_floor_can_pay_for_the_whole_window(request: PlanRequest
     init = request.moving.grow_init_cells
     assert made.mapped_cells == made.context_cells or init is not None
     layout = made.arena
-    core = made.expert_slots - made.lent_slots
+    core = made.expert_slots - sum(made.segment_slots)
     pages = sorted(layout.slot_num_pages[:core])[: max(0, core - request.moving.floor_slots)]
     missing = (layout.num_groups - layout.start_groups) * made.num_kv_layers
     assert sum(pages) >= missing
     if init is not None:
         assert made.mapped_cells >= min(init, made.context_requested_cells)
+
+
+@settings(max_examples=150, deadline=None)
+@given(request=REQUESTS)
+def test_segments_that_can_be_given_back_leave_the_loan_and_the_core(request: PlanRequest) -> None:
+    made = fitting(request)
+    moving = request.moving
+    sizes = [pages * made.page_bytes for pages in made.arena.array_pages]
+    loan = made.lent_bytes(made.lent_segments)
+    assert loan == sum(sizes[len(sizes) - made.lent_segments :] if made.lent_segments else [])
+    if not moving.elastic_bytes:
+        assert made.lent_segments == len(made.segment_slots)
+        return
+    assert made.expert_slots - sum(made.segment_slots) >= min(made.expert_slots, moving.floor_slots)
+    givable = next((n for n in range(len(sizes) - 1, 0, -1) if sum(sizes[1 : len(sizes) - n]) >= loan), 0)
+    noted = [note for note in made.notes if "can be given back" in note]
+    assert noted[0].startswith("no part") == (givable == 0)
+    for away_segments in range(givable + 1):
+        for bucket, away in made.loans(away_segments):
+            need = made.lent_bytes(dict(zip(made.prefill_buckets, made.bucket_segments or (0,) * 9))[bucket])
+            lent = sum(sizes[len(sizes) - away : len(sizes) - away_segments])
+            assert away <= len(sizes) - 1
+            assert lent >= need
+
+
+def test_without_a_loan_every_segment_has_the_size_that_was_asked_for() -> None:
+    made = plan(SMALL, replace(FIXED, moving=MovingMemory(elastic_bytes=500_000)))
+    sizes = [pages * made.page_bytes for pages in made.arena.array_pages[1:]]
+    longest = max(made.pages_per_expert) * made.page_bytes
+    assert len(sizes) > 2
+    assert all(abs(size - 500_000) < longest for size in sizes)
+    assert made.loans(1) == {(bucket, 1) for bucket in made.prefill_buckets}
+
+
+def test_segments_grow_until_they_hold_the_loan_twice() -> None:
+    moving = MovingMemory(lend=True, own="off", elastic_bytes=1)
+    made = plan(SMALL, replace(FIXED, chunk_tokens=16, moving=moving))
+    loan = made.lent_bytes(made.lent_segments)
+    assert loan > 0
+    assert made.lent_bytes(len(made.segment_slots)) >= 2 * loan
+
+
+def test_blocks_of_pages_are_counted_while_a_conversation_is_parked() -> None:
+    quiet = plan(SMALL, FIXED)
+    parking = plan(SMALL, replace(FIXED, moving=MovingMemory(conversation_bytes=MIB)))
+    more = parking.ledger.total_bytes(Phase.PARK, Memory.DEVICE) - quiet.ledger.total_bytes(Phase.PARK, Memory.DEVICE)
+    large, _ = block_rows(parking.num_pages, parking.page_bytes)
+    assert more == 2 * large * parking.page_bytes > 0
+    least = max(parking.ledger.total_bytes(phase, Memory.DEVICE) for phase in PHASES)
+    assert isinstance(try_plan(SMALL, replace(parking.request, device_budget_bytes=least)), MemoryPlan)
 
 
 FIXED = PlanRequest(context_cells=2048, chunk_tokens=64, kv_type="f32", page_bytes=5120, expert_slots=60, spec_window=4)

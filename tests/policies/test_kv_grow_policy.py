@@ -12,6 +12,7 @@ from strata_jax.errors import DoesNotFit
 from strata_jax.memory.ledger import MIB, Owner
 from strata_jax.memory.strata.request import GrowSettings
 from strata_jax.policies import kv_grow
+from strata_jax.policies.invariants import check_state
 from strata_jax.policies.ledger_now import owner_bytes
 from strata_jax.policies.moves import MoveKind
 from strata_jax.policies.policy import PolicyParameters
@@ -144,6 +145,10 @@ def test_hot_experts_move_into_the_coldest_slots_of_the_loan_that_are_large_enou
         expected[slot] = GIVEN
     assert np.array_equal(after.slots.occupant, expected)
     lost = np.setdiff1d(before.slots.occupant, expected)
+    moved = next(part for part in step.each() if part.moves and part.moves[0].kind is MoveKind.MOVE_EXPERT)
+    check_state(stack.ctx.sizes, stack.ctx.plan, moved.state)  # also between the two moves
+    assert np.array_equal(moved.state.slots.occupant[top:], expected[top:])
+    assert np.array_equal(moved.state.slots.occupant[:low], before.slots.occupant[:low])
     evict, move = pm.one(step.moves, MoveKind.EVICT), pm.one(step.moves, MoveKind.MOVE_EXPERT)
     assert (evict.count, evict.bytes) == (len(lost), stack.ctx.rank_bytes[lost].sum())
     assert move.count == len(np.intersect1d(before.slots.occupant[low:top], expected[top:]))

@@ -143,3 +143,38 @@ def test_a_loan_larger_than_its_share_keeps_what_was_kept_for_it() -> None:
     facts = pm.ask("a", 5_000)
     lent = pm.checked(stack, stack.before_read(state, facts, 5_000)).state
     assert lent.slots.lendable_bytes(lent.lent_from or 0) >= stack.ctx.buffer_bytes(100)
+
+
+def test_in_an_arena_segments_are_its_own_and_the_loan_of_the_one_chunk_stays() -> None:
+    plain = pm.make_stack(chunk_tokens=512, **ELASTIC)
+    plan, chunk = plain.ctx.plan, plain.ctx.plan.prompt.chunk_tokens
+    stack = policy_stack(pm.sizes_of(), plan, parameters=PolicyParameters(read_grid=(256, chunk)))
+    state = stack.initial_state()
+    num, loan = state.slots.num_slots, plan.prompt.lent_slots
+    borders = (num - 3 * loan, num - 2 * loan + 20, num - loan, num - 50)
+    cuts = tuple(state.slots.offset_bytes[list(borders)].tolist())
+    slots = replace(state.slots, borders=borders, cut_bytes=cuts, low=borders[0], top=borders[0])
+    state = stack.on_start(replace(state, slots=slots)).state
+    step = pm.checked(stack, stack.on_vram_change(state, 10**12))
+    given = [m for m in step.moves if m.kind is MoveKind.GIVE_SEGMENT]
+    assert [(m.first, m.last) for m in given] == [(borders[3], num), (borders[2], borders[3]), (borders[1], borders[2])]
+    assert sum(m.bytes for m in given) == slots.total_bytes - cuts[1] == step.state.free_bytes - state.free_bytes
+    assert [part.state.segments_given for part in step.each() if part.moves] == [1, 2, 3]
+    assert step.state.chunk_tokens == state.chunk_tokens
+    lent = pm.checked(stack, stack.before_read(step.state, pm.ask("a", 5_000), 5_000)).state
+    assert lent.lent_from == borders[0]
+    assert lent.slots.lendable_bytes(borders[0]) >= stack.ctx.buffer_bytes(chunk)
+    whole = pm.checked(stack, stack.on_vram_change(step.state, 0)).state
+    assert np.array_equal(whole.slots.occupant, state.slots.occupant)
+    assert stack.before_read(whole, pm.ask("a", 5_000), 5_000).state.lent_from == borders[2]
+
+
+def test_what_could_not_be_freed_is_said() -> None:
+    stack = pm.make_stack(**ELASTIC)
+    state = pm.ready(stack)
+    step = stack.on_vram_change(state, 10**12)
+    short = (10**12 - step.state.free_bytes) / MIB
+    assert step.notes[-1] == f"no further segment can be given: {short:,.0f} MiB less than wished are free"
+    again = stack.on_vram_change(step.state, 10**12)
+    assert again.notes == (f"no segment can be given: {short:,.0f} MiB less than wished are free",)
+    assert again.moves == ()

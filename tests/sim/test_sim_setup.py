@@ -24,6 +24,7 @@ Compose = Callable[[Sequence[str]], RunConfig]
 MIB = 2**20
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROW = ("policy=kv_grow",)
+ELASTIC = ("policy.vram_elastic.enabled=true",)
 
 # setting -> another value, what else it needs, and where it must arrive: request, card, profile, parameters, options
 ARRIVALS: list[tuple[str, tuple[str, ...], str, object]] = [
@@ -92,7 +93,7 @@ ARRIVALS: list[tuple[str, tuple[str, ...], str, object]] = [
     ("cache.pcie_frac=0.25", (), "options.pcie_frac", 0.25),
     ("conversation.prompt_cache.every=4096", (), "options.checkpoints.every", 4_096),
     ("conversation.prompt_cache.root=512", (), "options.checkpoints.root", 512),
-    ("policy.vram_elastic.wanted_mib=2000", (), "options.vram_change_bytes", 2_000 * MIB),
+    ("policy.vram_elastic.wanted_mib=2000", ELASTIC, "options.vram_change_bytes", 2_000 * MIB),
     ("policy.head_alias.pinned=false", (), "options.head_pinned", False),
     ("hardware.os_effects=true", (), "options.spill", True),
     ("executor.noise=0.1", (), "options.noise", 0.1),

@@ -1,0 +1,274 @@
+"""Does a policy, or any set of them, change a bit of what the model computes?
+
+Every configuration serves the same requests in a process of its own: five prompts of 24, 44, 2,048, 8,192 and 16,384
+tokens, and three of their conversations once more, 64 greedy tokens each. What each computed is replayed, chunk by
+chunk and window by window, in one more process that holds every expert and moves nothing.
+
+- ``--chunk fixed``: all configurations read chunks of 128. First logits (SHA-256), tokens and the hash of the whole
+  state must be equal: 10 of 10 checks per configuration for the five prompts, and as much for what returns.
+- ``--chunk chosen``: on a card too small for that without borrowing the planner chooses. Against whole prompts in
+  chunks of 128: no first logit differs by more than 2e-5, and tokens are equal as long as each won by more than 1e-4.
+- Some rows have a seeded fault in a move, and must differ.
+
+A configuration fails, too, if a move that its policies stand for did not happen. Processes share compiled programs
+through JAX's cache on disk. Rows are kept in ``--folder`` as they finish; those of the same settings and source are not
+made again. Exits 1 if a row is not as expected.
+
+    python bench/policy_matrix.py --save bench/results/policy_matrix_cpu.json [--jobs 2] [--only all borrow+kv_grow]
+    python bench/policy_matrix.py --one all --fault refill:copied:2     # one row, printed
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+import jax
+import numpy as np
+
+from bench.policy_matrix_cases import CASES, FAULTY, POLICIES, Case, configurations, planned, settings_of, write_model
+from bench.policy_matrix_faults import arm
+from bench.policy_matrix_runs import Resident, run_policies
+from strata_jax.geometry import Geometry
+from strata_jax.gguf.reader import open_gguf
+from strata_jax.hardware import cpu_model
+from strata_jax.runtime import CACHE_DIR, CACHE_MIN_COMPILE_S, with_free_early
+
+RESIDENT = "resident"
+MOST_LOGIT_DIFFERENCE, LEAST_MARGIN = 2e-5, 1e-4
+SOURCES = ("strata_jax/**/*.py", "bench/policy_matrix_*.py")
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chunk", choices=[*CASES, "both"], default="both")
+    parser.add_argument("--only", nargs="+", choices=configurations(), metavar="NAME", help="a part of the matrix")
+    parser.add_argument("--one", choices=[*configurations(), RESIDENT], metavar="NAME", help="one process's work")
+    parser.add_argument("--fault", default="", metavar="KIND:STAGE:N", help="with --one: bytes of a move go wrong")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "policy_matrix")
+    parser.add_argument("--save", type=Path)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    source_digest()
+    if options.one:
+        case = CASES["fixed" if options.chunk == "both" else options.chunk]
+        print(json.dumps(one(case, options.one, options.fault, options.folder)))
+        return
+    chosen = CASES if options.chunk == "both" else {options.chunk: CASES[options.chunk]}
+    results = {name: matrix(case, options) for name, case in chosen.items()}
+    if options.save:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        options.save.write_text(json.dumps(record(results), indent=1) + "\n")
+    sys.exit(0 if all(row["as_expected"] for rows in results.values() for row in rows) else 1)
+
+
+def matrix(case: Case, options: argparse.Namespace) -> list[Row]:
+    """Run what is missing, each in a process of its own, and judge every row."""
+    wanted = [(name, "") for name in options.only or configurations()]
+    wanted += FAULTY if case.chunk_tokens is not None and not options.only else ()
+    write_model(case, model_path(case, options.folder))
+
+    def run(pair: tuple[str, str]) -> None:
+        if not row_path(case, *pair, options.folder).exists():
+            in_new_process(case, *pair, options.folder)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(run, wanted))
+    in_new_process(case, RESIDENT, "", options.folder)
+    rows = []
+    for name, fault in wanted:
+        path = row_path(case, name, fault, options.folder)
+        row = json.loads(path.read_text()) if path.exists() else unfinished(case)
+        rows.append(judged(case, {"configuration": name, "fault": fault, **row}, options.folder))
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
+def in_new_process(case: Case, name: str, fault: str, folder: Path) -> None:
+    """Start this script for one row; a process that fails leaves none, and what it said stands on the screen."""
+    command = [sys.executable, __file__, "--one", name, "--chunk", case.name, "--folder", str(folder)]
+    environ = {
+        **os.environ, "XLA_FLAGS": with_free_early(os.environ.get("XLA_FLAGS", "")),
+        # most configurations differ in what moves, not in what is compiled
+        CACHE_DIR: str(folder / "programs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(CACHE_MIN_COMPILE_S),
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }  # fmt: skip
+    done = subprocess.run([*command, "--fault", fault], stdout=subprocess.PIPE, text=True, env=environ)
+    said = f"{json.loads(done.stdout.splitlines()[-1])['seconds']} s" if done.returncode == 0 else "FAILED"
+    print(f"{case.name} {name} {fault}: {said}", flush=True)
+
+
+def one(case: Case, name: str, fault: str, folder: Path) -> Row:
+    """Do one process's work and keep it; returns the row without what only the comparison needs."""
+    path = write_model(case, model_path(case, folder))
+    if name == RESIDENT:
+        return replay_all(case, path, folder)
+    row = run_policies(case, path, configurations()[name], *([arm(fault)] if fault else []))
+    keep(row_path(case, name, fault, folder), {**row, "source": source_digest()})
+    return {key: value for key, value in row.items() if key != "requests"}
+
+
+def replay_all(case: Case, path: Path, folder: Path) -> Row:
+    """Replay whatever rows need and nobody has replayed yet."""
+    engine, count, seconds = None, 0, 0.0
+    for file in sorted((folder / "rows").glob(f"{case.name}-*.json")):
+        row = json.loads(file.read_text())
+        for request in row["requests"] if row["source"] == source_digest() else ():
+            target = reference_path(case, request, folder)
+            if target.exists():
+                continue
+            engine = engine or Resident.load(case, path)
+            started = engine.engine.programs.clock_s()
+            prompt, ops = request["prompt"], [(kind, tuple(ids)) for kind, ids in request["ops"]]
+            keep(target, engine.with_margins(prompt) if case.chunk_tokens is None else engine.replay(ops))
+            seconds += engine.engine.programs.clock_s() - started
+            count += 1
+    return {"replayed": count, "seconds": round(seconds, 1)}
+
+
+def judged(case: Case, row: Row, folder: Path) -> Row:
+    """Compare a row with its replays."""
+    row.pop("source", None)
+    pairs = [(r, json.loads(reference_path(case, r, folder).read_text())) for r in row.pop("requests")]
+    found = compare_chosen(pairs) if case.chunk_tokens is None else compare_fixed(pairs)
+    passes = not found["differences"] and not row["missing_moves"] and bool(pairs)
+    as_expected = bool(found["differences"]) if row["fault"] else passes
+    return {**row, **found, "expected": "differs" if row["fault"] else "passes", "as_expected": as_expected}
+
+
+def unfinished(case: Case) -> Row:
+    """The row of a process that failed."""
+    return {"requests": [], "chunk_tokens": case.chunk_tokens or 0, "moves": {}, "missing_moves": ["row"]}
+
+
+def compare_fixed(pairs: Sequence[tuple[Row, Row]]) -> Row:
+    """Count the equal ones among first logits and tokens, of prompts and of what returns, and all that differs."""
+    keys, differences, checks, returns, states = ("first_logits_sha256", "tokens"), [], [0, 0], [0, 0], 0
+    for found, expected in pairs:
+        for key in (*keys, "state_sha256", "steps"):
+            equal = as_json(found[key]) == as_json(expected[key])
+            if key in keys:
+                tally = checks if found["is_prompt"] else returns
+                tally[0] += equal
+                tally[1] += 1
+            states += key == "state_sha256" and equal
+            if not equal:
+                what = "the chunks or windows" if key == "steps" else key.removesuffix("_sha256").replace("_", " ")
+                differences.append(f"{what} of {found['name']} ({found['prompt_tokens']:,} tokens)")
+    return {
+        "checks": f"{checks[0]}/{checks[1]}", "returns": f"{returns[0]}/{returns[1]}",
+        "states": f"{states}/{len(pairs)}", "reused_tokens": [found["reused_tokens"] for found, _ in pairs],
+        "first_logits_sha256": {f["name"]: f["first_logits_sha256"] for f, _ in pairs}, "differences": differences,
+    }  # fmt: skip
+
+
+def compare_chosen(pairs: Sequence[tuple[Row, Row]]) -> Row:
+    """Say how far first logits are apart, and whether tokens are the same before the first that won narrowly."""
+    differences, largest, compared, least = [], 0.0, 0, float("inf")
+    for found, expected in pairs:
+        apart = float(np.abs(np.subtract(found["first_logits"], expected["first_logits"])).max())
+        largest = max(largest, apart)
+        if not apart <= MOST_LOGIT_DIFFERENCE:
+            differences.append(f"first logits of {found['name']} by {apart:.1e}")
+        margins = expected["margins"]
+        clear = next((i for i, margin in enumerate(margins) if margin <= LEAST_MARGIN), len(margins))
+        compared, least = compared + clear, min([least, *margins[:clear]])
+        if found["tokens"][:clear] != expected["tokens"][:clear]:
+            differences.append(f"tokens of {found['name']}")
+    total = sum(len(found["tokens"]) for found, _ in pairs)
+    return {
+        "largest_logit_difference": largest, "tokens_compared": f"{compared}/{total}", "least_margin": least,
+        "differences": differences,
+    }  # fmt: skip
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    if "checks" in row:
+        text = f"{row['checks']:>6} {row['returns']:>5} {row['states']:>5}"
+    else:
+        text = f"{row['largest_logit_difference']:8.1e} {row['tokens_compared']:>8}"
+    name = row["configuration"] + (f" with {row['fault']}" if row["fault"] else "")
+    moved = " ".join(f"{kind}={count}" for kind, count in row["moves"].items())
+    trouble = "; ".join([*row["differences"], *(f"no {kind}" for kind in row["missing_moves"])])
+    verdict = "as expected" if row["as_expected"] else "NOT AS EXPECTED"
+    return f"{name:44} chunk {row['chunk_tokens']:4} {text}  {verdict}  {moved}  {trouble}"
+
+
+def record(results: Mapping[str, list[Row]]) -> Row:
+    """What is kept of a finished matrix."""
+    return {
+        "what": "first logits, 64 greedy tokens and state of each configuration against all experts resident",
+        "cpu": cpu_model(), "device": jax.devices()[0].device_kind, "python": platform.python_version(),
+        "jax": jax.__version__, "source_sha256": source_digest(),
+        "cases": {name: asdict(CASES[name]) for name in results},
+        "summary": {name: f"{sum(r['as_expected'] for r in rows)} of {len(rows)} rows as expected"
+                    for name, rows in results.items()},
+        "rows": results,
+    }  # fmt: skip
+
+
+# --- files
+
+
+def model_path(case: Case, folder: Path) -> Path:
+    return folder / f"model-{digest([dict(case.model), case.echo_mtp])}.gguf"
+
+
+def row_path(case: Case, name: str, fault: str, folder: Path) -> Path:
+    """Where a row is kept; the name holds a digest of settings and source."""
+    policies = configurations()[name]
+    geometry = Geometry.from_gguf(open_gguf(model_path(case, folder)))
+    request = planned(case, geometry, policies).request.to_json()
+    wanted = [POLICIES[policy].wanted_segments for policy in policies]
+    settings = [asdict(case), request, asdict(settings_of(case, policies)), wanted, fault]
+    return folder / "rows" / f"{case.name}-{name}-{digest([settings, source_digest(), jax.__version__])}.json"
+
+
+def reference_path(case: Case, request: Row, folder: Path) -> Path:
+    what = request["prompt"] if case.chunk_tokens is None else request["ops"]
+    return folder / "replays" / f"{digest([asdict(case), what, source_digest(), jax.__version__])}.json"
+
+
+@cache
+def source_digest() -> str:
+    """SHA-256 of everything that a row depends on but its settings, as it is when the process starts."""
+    files = sorted(path for pattern in SOURCES for path in REPOSITORY.glob(pattern))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(as_json(value).encode()).hexdigest()[:16]
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def keep(path: Path, value: Row) -> None:
+    """Write a file that is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}")
+    scratch.write_text(json.dumps(value))
+    scratch.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""What one process of the policy matrix does: serve requests under policies, or replay them where nothing moves.
+
+A run writes down what it computed as a list of operations (tokens read in chunks or through windows, tokens decoded)
+and the chunks and windows that really ran. A replay does the same operations on an engine that holds every expert and
+moves nothing; equal chunks and windows must then give equal bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.policy_matrix_cases import (
+    POLICIES,
+    RESIDENT_CHUNK_TOKENS,
+    WINDOWS,
+    Ask,
+    Case,
+    missing_moves,
+    planned,
+    prompts_of,
+    request_of,
+    settings_of,
+)
+from strata_jax.engine.engine import Engine
+from strata_jax.engine.runtime import Reading, Runtime
+from strata_jax.engine.session import ChunkRecord, RoundRecord, Session
+from strata_jax.engine.snapshots import state_hash
+from strata_jax.geometry import Geometry
+from strata_jax.gguf.reader import open_gguf
+from strata_jax.memory.plan import plan
+from strata_jax.policies.prompt_segments import CheckpointRule, segments
+
+OUTPUT_TOKENS = 64
+
+Op = tuple[str, tuple[int, ...]]  # ("chunks" | "windows", tokens) or ("decode", (how many,))
+Step = tuple[str, int, int, int]  # a chunk: start, tokens, padded; a window: position, tokens, tokens kept
+
+
+@dataclass
+class Counts:
+    """Events, counted."""
+
+    moves: Counter[str] = field(default_factory=Counter)
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Count a move."""
+        if "cause" in values:
+            self.moves[kind] += 1
+
+
+@dataclass(eq=False)
+class Run:
+    """Requests under policies; what was computed comes out as rows."""
+
+    case: Case
+    policies: tuple[str, ...]
+    runtime: Runtime
+    counts: Counts
+    prompts: dict[str, tuple[int, ...]]
+    free_bytes: int  # device memory that others find free at the start
+    histories: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    done: dict[str, list[tuple[Op, list[Step], int]]] = field(default_factory=dict)  # with the length it led to
+
+    def serve(self, ask: Ask) -> dict[str, Any]:
+        """Serve a request; returns what it gave, with the operations that led there."""
+        runtime, who = self.runtime, ask.conversation
+        for wanted in (POLICIES[name].wanted_segments for name in self.policies):
+            if wanted:
+                segments_wanted = wanted[self.case.asks.index(ask) % len(wanted)]
+                runtime.vram_change(self.free_bytes + segments_wanted * self.case.segment_bytes)
+        history = self.histories.get(who, ())
+        fresh = self.prompts[ask.name]
+        prompt, turns = (*history, *fresh), (len(history),) if history else ()
+        chunks: list[ChunkRecord] = []
+        reading = runtime.read(
+            prompt, name=f"{who}-{len(prompt)}", conversation=who, turns=turns, output_tokens=OUTPUT_TOKENS,
+            on_chunk=chunks.append,
+        )  # fmt: skip
+        reused = reading.facts.reused_tokens
+        before = [entry for entry in self.done.get(who, ()) if entry[2] <= reused]
+        if reused != (before[-1][2] if before else 0):
+            raise RuntimeError(f"{reused} tokens of {who} were reused; none of its operations led there")
+        now = self._operations(reading, prompt, turns, chunks)
+        decoded = list(runtime.decode(reading, max_tokens=OUTPUT_TOKENS))
+        runtime.finish(reading)
+        tokens = [token for record in decoded for token in record.emitted]
+        answer = (("decode", (OUTPUT_TOKENS,)), _steps(decoded), len(reading.session.tokens))
+        self.done[who] = [*before, *now, answer]
+        self.histories[who] = (*reading.session.tokens, tokens[-1])
+        return {
+            "name": ask.name, "is_prompt": not ask.returns, "prompt_tokens": len(prompt),
+            "reused_tokens": reused, "source": reading.source, "prompt": prompt,
+            "accepted": sum(record.num_accepted for record in decoded), "ops": [op for op, _, _ in self.done[who]],
+            "steps": [step for _, some, _ in self.done[who] for step in some],
+            **outcome(reading.first_logits, tokens, reading.session),
+        }  # fmt: skip
+
+    def _operations(
+        self, reading: Reading, prompt: tuple[int, ...], turns: tuple[int, ...], chunks: list[ChunkRecord]
+    ) -> Iterator[tuple[Op, list[Step], int]]:
+        reused = reading.facts.reused_tokens
+        for part in segments(len(prompt), turns, reused, self.runtime.rule):
+            by_windows = self.runtime.stack.reads_by_windows(reading.facts, part.tokens)
+            self.counts.moves.update([WINDOWS] * by_windows)
+            for first, last in part.parts():
+                inside = [] if by_windows else _steps(c for c in chunks if first <= c.start < last)
+                yield ("windows" if by_windows else "chunks", prompt[first:last]), inside, last
+
+
+def begin(case: Case, path: Path, policies: Sequence[str]) -> Run:
+    """Load a case's model and put policies to work; tables and bytes are verified after every move."""
+    file, counts = open_gguf(path), Counts()
+    geometry = Geometry.from_gguf(file)
+    runtime = Runtime.start(
+        Engine.load(file, geometry, planned(case, geometry, policies)), settings_of(case, policies),
+        rule=CheckpointRule(case.every, case.root), sink=counts, check=True,
+    )  # fmt: skip
+    return Run(case, tuple(policies), runtime, counts, prompts_of(case), runtime.free_bytes())
+
+
+def run_policies(
+    case: Case, path: Path, policies: Sequence[str], arm: Callable[[Runtime], None] = lambda runtime: None
+) -> dict[str, Any]:
+    """Serve a case's requests under policies.
+
+    arm: may seed a fault before the first request.
+    """
+    started, run = time.perf_counter(), begin(case, path, policies)
+    arm(run.runtime)
+    requests = [run.serve(ask) for ask in case.asks]
+    run.runtime.verify()
+    made = run.runtime.engine.plan
+    return {
+        "policies": list(policies), "chunk_tokens": made.chunk_tokens, "slots": made.expert_slots,
+        "lent_slots": made.lent_slots, "layout": made.prompt_layout, "mapped_cells": made.mapped_cells,
+        "drafts_accepted": sum(r["accepted"] for r in requests), "moves": dict(sorted(run.counts.moves.items())),
+        "missing_moves": missing_moves(policies, run.counts.moves), "requests": requests,
+        "seconds": round(time.perf_counter() - started, 1),
+    }  # fmt: skip
+
+
+@dataclass(eq=False)
+class Resident:
+    """An engine that holds every expert, where nothing moves."""
+
+    engine: Engine
+
+    @classmethod
+    def load(cls, case: Case, path: Path) -> Resident:
+        """Load a case's model."""
+        file = open_gguf(path)
+        geometry = Geometry.from_gguf(file)
+        blocks = geometry.num_layers + geometry.num_mtp_layers
+        request = request_of(case, chunk_tokens=case.chunk_tokens or RESIDENT_CHUNK_TOKENS,
+                           expert_slots=blocks * geometry.num_experts)  # fmt: skip
+        return cls(Engine.load(file, geometry, plan(geometry, request)))
+
+    def replay(self, ops: Sequence[Op]) -> dict[str, Any]:
+        """What a sequence of operations gives: the logits before its last one, a decode, and all after it."""
+        chunks: list[ChunkRecord] = []
+        session, steps, logits, tokens = Session(self.engine, on_chunk=chunks.append), [], np.zeros(0), []
+        for kind, ids in ops:
+            if kind == "decode":
+                logits = session.last_logits()
+                decoded = list(session.decode(logits, max_tokens=ids[0]))
+                tokens = [token for record in decoded for token in record.emitted]
+                steps += _steps(decoded)
+            elif kind == "windows":
+                session.read_windows(ids)
+            else:
+                chunks.clear()
+                list(session.chunks(ids))
+                steps += _steps(chunks)
+        return {"steps": steps, **outcome(logits, tokens, session)}
+
+    def with_margins(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """What a prompt gives in whole chunks, and by how much each of its tokens won (top 1 - top 2)."""
+        found = self.replay([("chunks", tuple(prompt)), ("decode", (OUTPUT_TOKENS,))])
+        session = Session(self.engine)
+        scores = [session.prefill(prompt)[-1]]
+        scores += [row for _, row in session.force(found["tokens"][:-1])]
+        top = np.sort(np.array(scores), axis=-1)
+        return {**found, "margins": (top[:, -1] - top[:, -2]).tolist()}
+
+
+def outcome(logits: np.ndarray, tokens: Sequence[int], session: Session) -> dict[str, Any]:
+    """What a request gave, in plain data: nothing of it may differ."""
+    sections = json.dumps(state_hash(session), sort_keys=True)
+    return {
+        "first_logits": np.asarray(logits, np.float32)[-1].tolist(),
+        "first_logits_sha256": hashlib.sha256(np.ascontiguousarray(logits)).hexdigest(),
+        "tokens": list(tokens),
+        "state_sha256": hashlib.sha256(sections.encode()).hexdigest(),
+    }
+
+
+def _steps(records: Any) -> list[Step]:
+    return [
+        ("chunk", r.start, r.num_tokens, r.padded_tokens) if isinstance(r, ChunkRecord)
+        else ("window", r.position, r.window_tokens, len(r.emitted))
+        for r in records if isinstance(r, ChunkRecord | RoundRecord)
+    ]  # fmt: skip

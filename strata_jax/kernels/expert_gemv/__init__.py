@@ -1,0 +1,131 @@
+"""Routed experts of a decode window: T <= 8 tokens, K experts each, packed weights read where they lie.
+
+An expert's words come from the arena if it is resident and otherwise straight from the bank in host memory, inside the
+kernel; the arithmetic is the same. Not here: routing, the shared expert, prompts (`kernels/grouped_matmul`).
+Source of the formula: qwen4exp (`ffn_*`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from strata_jax.kernels.expert_gemv import reference
+from strata_jax.kernels.expert_gemv.blocks import Blocks, LaunchBlocks, blocks_for
+from strata_jax.kernels.expert_gemv.layout import ExpertLayout, WindowPlan, expert_layout, pack_expert, plan_window
+
+__all__ = [
+    "MAX_TOKENS",
+    "Blocks",
+    "ExpertLayout",
+    "LaunchBlocks",
+    "WindowPlan",
+    "expert_gemv",
+    "expert_layout",
+    "pack_expert",
+    "plan_window",
+]
+
+MAX_TOKENS = 8
+BACKENDS = ("reference", "triton")
+
+
+def expert_gemv(
+    u: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    arrays: Sequence[jax.Array],
+    bank: jax.Array,
+    pages: jax.Array,
+    layout: ExpertLayout,
+    *,
+    backend: str | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Apply each token's experts and add them up, weighted, in ascending order of `ids`.
+
+    Args:
+        u: f32[T, E], T from 1 to 8.
+        ids: i32[T, K], the experts of each token, ascending and distinct; X = none.
+        weights: f32[T, K].
+        arrays: the arena's core and its segments, u32[pages, page_words], page numbers running through all of them. No
+            resident expert lies in one that is left out.
+        bank: u32[X, blob_words], all experts of the block; on a GPU it may be in host memory.
+        pages: i32[X], first arena page of each expert, -1 = read it from the bank.
+        layout: of the blobs, in the arena and in the bank.
+        backend: ``"reference"`` or ``"triton"``; None = Triton on CUDA, the reference elsewhere.
+        blocks: block sizes of the Triton kernels; None = from the table.
+        interpret: run the Triton kernels in Pallas' interpreter, on any device.
+
+    Returns:
+        f32[T, E]. Tokens are sums in float32; the same bits wherever an expert is resident.
+
+    Raises:
+        ValueError: shapes or types do not fit, `blocks` do not divide the planes' tiles, or `backend` is unknown.
+    """
+    _check(u, ids, weights, arrays, bank, pages, layout)
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; known: {', '.join(BACKENDS)}")
+    if blocks is not None:
+        _check_blocks(blocks, layout.tile_rows)
+
+    def in_jnp(u: jax.Array, ids: jax.Array, weights: jax.Array, bank: jax.Array, pages: jax.Array) -> jax.Array:
+        return reference.expert_window(u, ids, weights, arrays, bank, pages, layout)
+
+    def on_triton(u: jax.Array, ids: jax.Array, weights: jax.Array, bank: jax.Array, pages: jax.Array) -> jax.Array:
+        from strata_jax.kernels.expert_gemv import triton
+
+        found = blocks or blocks_for(_device_kind(), layout.tile_rows)
+        plan = plan_window(ids, pages)
+        return triton.expert_window(u, plan, weights, arrays, bank, pages, layout, found, interpret=interpret)
+
+    operands = (u, ids, weights, bank, pages)
+    if backend == "triton":
+        return on_triton(*operands)
+    if backend == "reference":
+        return in_jnp(*operands)
+    return jax.lax.platform_dependent(*operands, cuda=on_triton, default=in_jnp)
+
+
+def _device_kind() -> str:
+    return jax.devices()[0].device_kind
+
+
+def _check(
+    u: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    arrays: Sequence[jax.Array],
+    bank: jax.Array,
+    pages: jax.Array,
+    layout: ExpertLayout,
+) -> None:
+    width, num_experts = layout.down.rows, pages.shape[0]
+    if u.ndim != 2 or not 1 <= u.shape[0] <= MAX_TOKENS or u.shape[1] != width or u.dtype != jnp.float32:
+        raise ValueError(f"u is f32[T, {width}] with T from 1 to {MAX_TOKENS}, got {_form(u)}")
+    types_fit = ids.dtype == jnp.int32 and weights.dtype == jnp.float32
+    if ids.shape != weights.shape or ids.shape[:1] != u.shape[:1] or ids.ndim != 2 or not types_fit:
+        raise ValueError(f"ids and weights are i32 and f32 [{u.shape[0]}, K], got {_form(ids)} and {_form(weights)}")
+    if pages.ndim != 1 or pages.dtype != jnp.int32:
+        raise ValueError(f"pages is i32[X], got {_form(pages)}")
+    if bank.shape != (num_experts, layout.num_words) or bank.dtype != jnp.uint32:
+        raise ValueError(f"bank is u32[{num_experts}, {layout.num_words}], got {_form(bank)}")
+    if not arrays or any(a.ndim != 2 or a.shape[1] != arrays[0].shape[1] or a.dtype != jnp.uint32 for a in arrays):
+        raise ValueError(
+            f"the arena is one or more arrays u32[pages, page_words] of one page size, got {[*map(_form, arrays)]}"
+        )
+    if arrays[0].shape[1] % layout.tile_rows:
+        raise ValueError(f"pages of {arrays[0].shape[1]} words are no whole lines of {layout.tile_rows} words")
+
+
+def _form(array: jax.Array) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _check_blocks(blocks: Blocks, tile_rows: int) -> None:
+    for name, launch in (("gate_up", blocks.gate_up), ("down", blocks.down)):
+        if launch.rows < 1 or tile_rows % launch.rows:
+            raise ValueError(f"{name}: {launch.rows} rows a program do not divide the planes' tile of {tile_rows} rows")

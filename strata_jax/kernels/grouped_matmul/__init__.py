@@ -1,0 +1,129 @@
+"""Products of a prompt chunk's tokens with their experts, on packed weights, rows sorted by expert.
+
+    blocks = choose_blocks(T * K / X, layout.tile_rows, device_kind)
+    pairs = sort_pairs(ids, X, blocks.rows)                             # T tokens x K experts -> P sorted rows
+    for words, (lines, chosen) in zip(arrays, arena_lines(arrays, pages)):     # experts where they are resident
+        tiles = tile_map(pairs, blocks.rows, chosen)
+        h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h, blocks)   # silu(gate) * up, [P + pad, F]
+        y = grouped_down(h, tiles, words, lines, layout, y, blocks)                     # [P + pad, E]
+    out = combine(y, pairs.row_of, weights)                             # f32[T, E]
+
+One call reads one array of words; experts that lie in several arrays take one call each, which fills its own rows of
+the same result (written in place). ``words`` is u32[lines, words_per_line], ``lines: i32[X]`` the line at which the
+blob of each expert starts: pages of the arena, or places of a streaming buffer u32[n, blob_words]; experts that are not
+in ``tiles`` may have any line. Operands of the products are bfloat16 (weights decoded in float32, rounded once), sums
+float32. Rows that no call fills are as the caller made them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from strata_jax.kernels.expert_gemv.layout import ExpertLayout
+from strata_jax.kernels.grouped_matmul import reference, triton
+from strata_jax.kernels.grouped_matmul.blocks import Blocks, choose_blocks
+from strata_jax.kernels.grouped_matmul.tile_map import SortedPairs, TileMap, arena_lines, sort_pairs, tile_map
+from strata_jax.kernels.planes import PlaneLayout
+from strata_jax.kernels.quant_matmul.tiles import PlanePart
+
+__all__ = [
+    "Blocks",
+    "SortedPairs",
+    "TileMap",
+    "arena_lines",
+    "choose_blocks",
+    "combine",
+    "grouped_down",
+    "grouped_swiglu",
+    "sort_pairs",
+    "tile_map",
+]
+
+
+def grouped_swiglu(
+    u: jax.Array,
+    token_of: jax.Array,
+    tiles: TileMap,
+    words: jax.Array,
+    lines: jax.Array,
+    layout: ExpertLayout,
+    out: jax.Array,
+    blocks: Blocks,
+) -> jax.Array:
+    """Apply gate and up of each tile's expert to its rows: silu(gate x) * (up x).
+
+    Args:
+        u: bf16[T, E], the tokens.
+        token_of: i32[P + pad] with pad >= blocks.rows.
+        out: bf16[P + pad, F]; rows of other experts and of the padding keep what they hold.
+
+    Raises:
+        ValueError: shapes that do not fit, named.
+    """
+    parts = PlanePart(layout.gate, layout.firsts[0]), PlanePart(layout.up, layout.firsts[1])
+    _check(layout, layout.gate, words, u.shape[1], token_of.shape[0], out, blocks.swiglu.rows)
+
+    def kernel() -> jax.Array:
+        return triton.swiglu(u, token_of, tiles, words, lines, parts, out, blocks)
+
+    def plain() -> jax.Array:
+        return reference.swiglu(u, token_of, tiles, words, lines, parts, out, blocks.rows)
+
+    return jax.lax.platform_dependent(cuda=kernel, default=plain)
+
+
+def grouped_down(
+    h: jax.Array,
+    tiles: TileMap,
+    words: jax.Array,
+    lines: jax.Array,
+    layout: ExpertLayout,
+    out: jax.Array,
+    blocks: Blocks,
+) -> jax.Array:
+    """Apply the down matrix of each tile's expert to its rows of ``h: bf16[P + pad, F]``, into ``out: [P + pad, E]``.
+
+    Raises:
+        ValueError: shapes that do not fit, named.
+    """
+    part = PlanePart(layout.down, layout.firsts[2])
+    _check(layout, layout.down, words, h.shape[1], h.shape[0], out, blocks.down.rows)
+
+    def kernel() -> jax.Array:
+        return triton.down(h, tiles, words, lines, part, out, blocks)
+
+    def plain() -> jax.Array:
+        return reference.down(h, tiles, words, lines, part, out, blocks.rows)
+
+    return jax.lax.platform_dependent(cuda=kernel, default=plain)
+
+
+def combine(y: jax.Array, row_of: jax.Array, weights: jax.Array) -> jax.Array:
+    """Sum each token's rows, weighted, in order of its experts: ``row_of: i32[T, K]``, ``weights: f32[T, K]``."""
+    total = jnp.zeros((row_of.shape[0], y.shape[1]), jnp.float32)
+    for i in range(row_of.shape[1]):
+        total = total + weights[:, i, None] * y[row_of[:, i]].astype(jnp.float32)
+    return total
+
+
+def _check(
+    layout: ExpertLayout,
+    part: PlaneLayout,
+    words: jax.Array,
+    cols: int,
+    num_rows: int,
+    out: jax.Array,
+    weight_rows: int,
+) -> None:
+    if (part.rows, part.cols) != (out.shape[1], cols):
+        raise ValueError(f"the matrix is {part.rows} x {part.cols}, the operands need {out.shape[1]} x {cols}")
+    if out.shape[0] != num_rows:
+        raise ValueError(f"the result has {out.shape[0]} rows, the operand {num_rows}")
+    if part.tile_rows % weight_rows:
+        raise ValueError(f"programs of {weight_rows} rows of weights do not divide tiles of {part.tile_rows} rows")
+    if words.ndim != 2 or words.dtype != jnp.uint32 or words.shape[1] % layout.tile_rows:
+        raise ValueError(
+            f"words are u32[lines, words_per_line] with whole runs of {layout.tile_rows} words a line, "
+            f"got {words.dtype}{list(words.shape)}"
+        )

@@ -1,0 +1,225 @@
+"""Prompt chunks through packed experts: sorting, tiles and interpreted kernels, against decoded float64."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from strata_jax.kernels.expert_gemv import ExpertLayout, LaunchBlocks, expert_layout
+from strata_jax.kernels.grouped_matmul import (
+    Blocks,
+    arena_lines,
+    choose_blocks,
+    combine,
+    grouped_down,
+    grouped_swiglu,
+    sort_pairs,
+    tile_map,
+    triton,
+)
+from strata_jax.kernels.planes import decode_planes
+from strata_jax.kernels.quant_matmul import PlanePart
+from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.test_quant_matmul import random_words, rel_err
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend:DeprecationWarning")
+WIDTH, EXPERT_WIDTH, NUM_EXPERTS, NUM_USED, NUM_TOKENS = 256, 128, 6, 3, 25
+PAGE_WORDS = 1152
+BLOCKS = Blocks(16, LaunchBlocks(64, 4), LaunchBlocks(64, 4), swap=False)
+
+
+@dataclass
+class Case:
+    """Experts in an arena of two arrays of pages, the tokens' experts, and what a right answer is."""
+
+    layout: ExpertLayout
+    arrays: tuple[jax.Array, jax.Array]
+    pages: jax.Array
+    u: jax.Array
+    ids: np.ndarray
+    weights: list[list[np.ndarray]]  # per expert: gate, up, down in float64
+
+    def hidden(self, rows: np.ndarray, expert: int) -> np.ndarray:
+        x = np.asarray(self.u, np.float64)[rows]
+        gate, up = (x @ w.T for w in self.weights[expert][:2])
+        return gate / (1 + np.exp(-gate)) * up
+
+
+@functools.cache
+def make_case(gate_type: str = "IQ3_XXS", down_type: str = "Q2_0") -> Case:
+    rng = np.random.default_rng(5)
+    layout = expert_layout(gate_type, gate_type, down_type, WIDTH, EXPERT_WIDTH)
+    per_expert = -(-layout.num_words // PAGE_WORDS)
+    assert per_expert > 3
+    assert layout.firsts[2] % PAGE_WORDS  # a matrix begins and ends inside a page
+    arena = rng.integers(0, 2**32, (2 + NUM_EXPERTS * per_expert, PAGE_WORDS), np.uint32)
+    pages, weights = 2 + per_expert * rng.permutation(NUM_EXPERTS), []
+    for expert, page in enumerate(pages):
+        words = [random_words(part, 10 * expert + i) for i, part in enumerate(layout.parts)]
+        arena[page : page + per_expert].reshape(-1)[: layout.num_words] = np.concatenate(words)
+        weights.append([np.asarray(decode(w, part), np.float64) for w, part in zip(words, layout.parts)])
+    # expert 3 has no rows, expert 0 more than a tile; the last two tokens are padding
+    choices = [[0, 1, 2], [0, 2, 4], [0, 4, 5], [0, 1, 5]]
+    ids = np.array([choices[rng.integers(4)] for _ in range(NUM_TOKENS)], np.int32)
+    ids[-2:] = NUM_EXPERTS
+    u = jnp.asarray(rng.standard_normal((NUM_TOKENS, WIDTH)) / 64, jnp.bfloat16)
+    split = 2 + 2 * per_expert
+    arrays = (jnp.asarray(arena[:split]), jnp.asarray(arena[split:]))
+    return Case(layout, arrays, jnp.asarray(pages, jnp.int32), u, ids, weights)
+
+
+decode = jax.jit(decode_planes, static_argnums=1)
+
+
+def test_pairs_are_sorted_by_expert_and_tiles_cover_every_row_once():
+    rng = np.random.default_rng(6)
+    ids = np.array([rng.choice([0, 1, 2, 4, 5], NUM_USED, replace=False) for _ in range(NUM_TOKENS)], np.int32)
+    ids[-2:] = NUM_EXPERTS
+    pairs = sort_pairs(jnp.asarray(ids), NUM_EXPERTS, 16)
+    token_of, row_of, count = (np.asarray(v) for v in (pairs.token_of, pairs.row_of, pairs.count))
+    assert count.tolist() == [(ids == e).sum() for e in range(NUM_EXPERTS)]
+    assert len(token_of) == ids.size + 16
+    for t, k in np.ndindex(*ids.shape):
+        assert token_of[row_of[t, k]] == t
+    assert sorted(row_of.reshape(-1).tolist()) == list(range(ids.size))
+    by_row = np.sort(ids.reshape(-1))
+    for tile_rows, chosen in ((16, None), (4, None), (16, np.arange(NUM_EXPERTS) % 2 == 0)):
+        tiles = tile_map(pairs, tile_rows, None if chosen is None else jnp.asarray(chosen))
+        num = int(tiles.num[0])
+        seen = np.zeros(ids.size, int)
+        for expert, first, rows in zip(tiles.expert[:num], tiles.first[:num], tiles.count[:num]):
+            assert 0 < rows <= tile_rows
+            assert (by_row[first : first + rows] == expert).all()
+            seen[first : first + rows] += 1
+        wanted = by_row < NUM_EXPERTS if chosen is None else (by_row < NUM_EXPERTS) & np.append(chosen, False)[by_row]
+        np.testing.assert_array_equal(seen, wanted)
+        assert num <= len(tiles.expert)
+
+
+def test_the_worst_routing_still_fits_the_tile_map():
+    """Every expert one row more than whole tiles: the most tiles there can be."""
+    ids = jnp.asarray(np.repeat(np.arange(8), 17).reshape(-1, 1).astype(np.int32))
+    tiles = tile_map(sort_pairs(ids, 8, 16), 16)
+    assert int(tiles.num[0]) == 16 <= len(tiles.expert)
+    assert int(tiles.count[:16].sum()) == 8 * 17
+
+
+def test_experts_are_found_in_the_array_that_holds_their_first_page():
+    arrays = [jnp.zeros((pages, 8), jnp.uint32) for pages in (3, 4)]
+    pages = jnp.array([6, -1, 0, 3, 2], jnp.int32)
+    (core_lines, in_core), (lines, in_segment) = arena_lines(arrays, pages)
+    assert in_core.tolist() == [False, False, True, False, True]
+    assert in_segment.tolist() == [True, False, False, True, False]
+    assert core_lines[in_core].tolist() == [0, 2]
+    assert lines[in_segment].tolist() == [3, 0]
+
+
+@pytest.mark.parametrize(("gate_type", "down_type", "swap"), [("IQ3_XXS", "Q2_0", False), ("Q8_0", "Q8_0", True)])
+def test_kernels_fill_the_rows_of_their_experts_and_no_others(gate_type, down_type, swap):
+    case = make_case(gate_type, down_type)
+    blocks = Blocks(16, LaunchBlocks(64, 4), LaunchBlocks(128, 4), swap)
+    parts = [PlanePart(part, first) for part, first in zip(case.layout.parts, case.layout.firsts)]
+    pairs = sort_pairs(jnp.asarray(case.ids), NUM_EXPERTS, blocks.rows)
+    num_rows = case.ids.size + blocks.rows
+    lines, held = arena_lines(case.arrays, case.pages)[1]
+    chosen = [expert for expert in np.flatnonzero(held) if (case.ids == expert).any()]
+    assert 0 in chosen
+    assert 1 < len(chosen) < NUM_EXPERTS - 1
+    tiles = tile_map(pairs, blocks.rows, held)
+    h = jnp.full((num_rows, EXPERT_WIDTH), 7, jnp.bfloat16)
+    operands = (tiles, case.arrays[1], lines)
+    h = triton.swiglu(case.u, pairs.token_of, *operands, (parts[0], parts[1]), h, blocks, interpret=True)
+    y = triton.down(h, *operands, parts[2], jnp.full((num_rows, WIDTH), 7, jnp.float32), blocks, interpret=True)
+    by_row = np.append(np.sort(case.ids.reshape(-1)), np.full(blocks.rows, NUM_EXPERTS))
+    others = ~np.isin(by_row, chosen)
+    h, y = np.asarray(h, np.float64), np.asarray(y)
+    assert (h[others] == 7).all()
+    assert (y[others] == 7).all()
+    for expert in chosen:
+        rows = np.flatnonzero(by_row == expert)
+        assert rel_err(h[rows], case.hidden(np.asarray(pairs.token_of)[rows], expert)) < 5e-3
+        assert rel_err(y[rows], h[rows] @ case.weights[expert][2].T) < 5e-3
+
+
+def test_a_chunk_with_experts_in_the_arena_and_in_a_buffer_gives_each_token_its_weighted_sum():
+    """The op as a chunk uses it (plain jnp on a CPU): a call for each array, then the sum over each token's experts."""
+    case = make_case("Q8_0", "Q8_0")
+    streamed = np.array([4, 1])
+    pages = case.pages.at[streamed].set(-1)
+    arena = jnp.concatenate(case.arrays)
+    blobs = [np.asarray(arena)[case.pages[e] :].reshape(-1)[: case.layout.num_words] for e in (*streamed, 0)]
+    places = jnp.zeros(NUM_EXPERTS, jnp.int32).at[streamed].set(jnp.arange(2))
+    [(lines, resident)] = arena_lines([arena], pages)
+    sources = [(arena, lines, resident), (jnp.asarray(np.stack(blobs)), places, pages < 0)]
+
+    @jax.jit
+    def chunk(u: jax.Array, ids: jax.Array, shares: jax.Array) -> jax.Array:
+        pairs = sort_pairs(ids, NUM_EXPERTS, BLOCKS.rows)
+        h = jnp.zeros((ids.size + BLOCKS.rows, EXPERT_WIDTH), jnp.bfloat16)
+        y = jnp.zeros((ids.size + BLOCKS.rows, WIDTH), jnp.float32)
+        for words, lines, chosen in sources:
+            tiles = tile_map(pairs, BLOCKS.rows, chosen)
+            h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, case.layout, h, BLOCKS)
+            y = grouped_down(h, tiles, words, lines, case.layout, y, BLOCKS)
+        return combine(y, pairs.row_of, shares)
+
+    shares = np.random.default_rng(2).random(case.ids.shape).astype(np.float32)
+    got = chunk(case.u, jnp.asarray(case.ids), jnp.asarray(shares))
+    expected = np.zeros((NUM_TOKENS, WIDTH))
+    for t in range(NUM_TOKENS - 2):
+        for k, expert in enumerate(case.ids[t]):
+            expected[t] += shares[t, k] * (case.hidden(np.array([t]), expert) @ case.weights[expert][2].T)[0]
+    assert rel_err(got[:-2], expected[:-2]) < 5e-3
+
+
+def test_what_does_not_fit_is_named():
+    layout = expert_layout("IQ3_XXS", "IQ3_XXS", "Q2_0", WIDTH, EXPERT_WIDTH)
+    pairs = sort_pairs(jnp.zeros((4, 1), jnp.int32), NUM_EXPERTS, 16)
+    u, h = jnp.zeros((4, WIDTH), jnp.bfloat16), jnp.zeros((20, EXPERT_WIDTH), jnp.bfloat16)
+    words, lines = jnp.zeros((9, PAGE_WORDS), jnp.uint32), jnp.zeros(NUM_EXPERTS, jnp.int32)
+    tiles = tile_map(pairs, 16)
+    with pytest.raises(ValueError, match="128 x 256, the operands need 64 x 256"):
+        grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h[:, :64], BLOCKS)
+    large = Blocks(16, LaunchBlocks(256, 4), LaunchBlocks(64, 4), False)
+    with pytest.raises(ValueError, match="256 rows of weights do not divide tiles of 128 rows"):
+        grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h, large)
+    with pytest.raises(ValueError, match="result has 4 rows, the operand 20"):
+        grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h[:4], BLOCKS)
+    with pytest.raises(ValueError, match=r"whole runs of 128 words a line, got uint32\[9, 1000\]"):
+        grouped_down(h, tiles, words[:, :1000], lines, layout, jnp.zeros((20, WIDTH)), BLOCKS)
+
+
+def test_blocks_follow_the_load_the_gpu_and_the_planes():
+    assert [choose_blocks(rows, 128, "NVIDIA H200").rows for rows in (10, 40, 160)] == [32, 64, 128]
+    assert choose_blocks(160, 128, "another").rows == 64
+    narrow = choose_blocks(40, 32, "NVIDIA H200")
+    assert (narrow.swiglu.rows, narrow.down.rows) == (32, 32)
+
+
+@pytest.mark.parametrize("tokens", [512, 2048])  # weights first, and rows first
+def test_products_of_the_model_lower_for_a_gpu(tokens):
+    layout = expert_layout("Q8_0", "Q8_0", "Q2_0", 2560, 640)
+    blocks = choose_blocks(tokens * 10 / 512, layout.tile_rows, "NVIDIA H200")
+    rows = tokens * 10 + blocks.rows
+
+    def layer(u: jax.Array, ids: jax.Array, words: jax.Array, lines: jax.Array) -> jax.Array:
+        pairs = sort_pairs(ids, 512, blocks.rows)
+        tiles = tile_map(pairs, blocks.rows)
+        h = jnp.zeros((rows, 640), jnp.bfloat16)
+        h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h, blocks)
+        return grouped_down(h, tiles, words, lines, layout, jnp.zeros((rows, 2560), jnp.float32), blocks)
+
+    shape = jax.ShapeDtypeStruct
+    text = lower_for_cuda(
+        layer,
+        shape((tokens, 2560), jnp.bfloat16),
+        shape((tokens, 10), jnp.int32),
+        shape((100_000, 4096), jnp.uint32),
+        shape((512,), jnp.int32),
+    )
+    assert text.count("triton") >= 2
