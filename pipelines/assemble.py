@@ -14,24 +14,30 @@ from pipelines.policies import moving_memory
 from pipelines.rankings import given_ranking
 from strata_jax.config.checks import auto_limit
 from strata_jax.config.contradictions import given_sources
-from strata_jax.config.executors import preset_notes
+from strata_jax.config.executors import is_synthetic, preset_notes
 from strata_jax.config.schema import AUTO, RunConfig
 from strata_jax.errors import DoesNotFit
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.chat import ChatTemplate
-from strata_jax.gguf.reader import GGUFFile, open_gguf
+from strata_jax.gguf.reader import open_gguf
+from strata_jax.gguf.source import WeightSource
 from strata_jax.gguf.tokenizer import Tokenizer
 from strata_jax.hardware import Hardware
+from strata_jax.memory.expert_kernels import choose_kernels
 from strata_jax.memory.layout import KIB
 from strata_jax.memory.ledger import Memory, Phase
 from strata_jax.memory.plan import MemoryPlan, try_plan
 from strata_jax.memory.request import AUTO_CHUNK_MAX_TOKENS, PlanRequest
 from strata_jax.memory.table import plan_text
 from strata_jax.memory.unfit import Unfit
+from strata_jax.presets import model_shape
 from strata_jax.report.progress import slow_step
 from strata_jax.report.record import RunRecord
 from strata_jax.runtime import describe_target, device_budget_bytes, start_jax
+from strata_jax.sim.setup import geometry_of, synthetic_counts
 from strata_jax.synthetic import builtin_model_path
+from strata_jax.synthetic.full import NOTE, SyntheticModel
+from strata_jax.synthetic.routing import RoutingSkew
 from strata_jax.workloads import Request, load_workload, requests_of
 
 if TYPE_CHECKING:
@@ -61,8 +67,10 @@ def model_path(config: RunConfig) -> Path:
         return builtin_model_path(seed=config.model.seed)
 
 
-def open_model(config: RunConfig) -> tuple[GGUFFile, Geometry]:
-    """Open the model's header."""
+def open_model(config: RunConfig) -> tuple[WeightSource, Geometry]:
+    """Open the model's header, or describe the synthetic model."""
+    if is_synthetic(config):
+        return _synthetic_model(config)
     path = model_path(config)
     file = open_gguf(path)
     geometry = Geometry.from_gguf(file)
@@ -71,7 +79,16 @@ def open_model(config: RunConfig) -> tuple[GGUFFile, Geometry]:
     return file, geometry
 
 
-def read_prompts(config: RunConfig, file: GGUFFile, geometry: Geometry) -> tuple[list[Prompt], Tokenizer]:
+def _synthetic_model(config: RunConfig) -> tuple[WeightSource, Geometry]:
+    model, zipf = config.model, config.model.routing.zipf
+    skew = RoutingSkew(None if zipf == AUTO else float(zipf), model.routing.drift)
+    geometry = geometry_of(config)
+    source = SyntheticModel(model_shape(model.name, **synthetic_counts(config)), geometry, skew, model.seed)
+    print(f"{geometry.name}: {NOTE}; routing: {skew.text()}")
+    return source, geometry
+
+
+def read_prompts(config: RunConfig, file: WeightSource, geometry: Geometry) -> tuple[list[Prompt], Tokenizer]:
     """Turn the workload's requests into tokens with the file's own tokenizer and chat template."""
     tokenizer = Tokenizer.from_gguf(file.metadata)
     template: ChatTemplate | None = None
@@ -114,6 +131,9 @@ def make_plan(
     hardware = describe_target(config)
     usable_bytes = device_budget_bytes(config, hardware)
     need = max((_needed_cells(p, config, geometry, with_output=with_output) for p in prompts), default=None)
+    kernels, kernel_notes = choose_kernels(
+        config.engine.kernels.name, geometry, on_gpu=hardware.gpu is not None, spec_window=config.spec.window
+    )
     request = PlanRequest(
         context_cells=_given(config.model.max_context),
         workload_cells=need,
@@ -128,6 +148,7 @@ def make_plan(
         reserve_bytes=0 if usable_bytes is None else hardware.vram_reserve_bytes,
         host_budget_bytes=hardware.ram_budget_bytes,
         shared_memory=hardware.gpu is None,
+        expert_kernels=kernels,
         moving=replace(
             moving_memory(config, geometry, _given(config.model.max_context) or need),
             resident_cells=config.kv.resident_cells,
@@ -139,13 +160,17 @@ def make_plan(
     record.write_plan(made.to_json(), text)
     if isinstance(made, Unfit):
         raise DoesNotFit(made.message(), shortfall_bytes=made.shortfall_bytes)
-    print(f"Memory plan of {geometry.name}\n{text}", *(f"- {n}\n" for n in (*notes, *hardware.notes)), sep="")
+    print(
+        f"Memory plan of {geometry.name}\n{text}",
+        *(f"- {n}\n" for n in (*notes, *kernel_notes, *hardware.notes)),
+        sep="",
+    )
     record.write_json("hardware.json", hardware)
     return made, hardware
 
 
 def load_engine(
-    config: RunConfig, hardware: Hardware, file: GGUFFile, geometry: Geometry, made: MemoryPlan, record: RunRecord
+    config: RunConfig, hardware: Hardware, file: WeightSource, geometry: Geometry, made: MemoryPlan, record: RunRecord
 ) -> Engine:
     """Start JAX as planned, then read the model into bank and arena."""
     start_jax(config, hardware, host_pool_bytes=made.ledger.total_bytes(Phase.START, Memory.HOST))
@@ -166,7 +191,8 @@ def load_engine(
     load_s = time.perf_counter() - started - engine.programs.compile_s
     for owner, num_bytes in engine.live_bytes():
         record.event("load", owner=owner, bytes=num_bytes)
-    record.update(model=geometry.name, device=engine.device_name, load_s=load_s)
+    weights = f"synthetic; routing: {file.skew.text()}" if isinstance(file, SyntheticModel) else "file"
+    record.update(model=geometry.name, weights=weights, device=engine.device_name, load_s=load_s)
     return engine
 
 

@@ -1,8 +1,8 @@
 """Geometries of whole models from their published widths and a quantisation, without a file.
 
-They can be planned and simulated; nothing here can run them. Widths and counts: planning notes 1.1, qwen4exp notes 4
-and 10. Types: ``data/quants`` through ``quants.py``. The draft block is part of every preset, in the types in which
-the original holds it, although the published files come without one.
+They can be planned and simulated; `synthetic/full.py` gives those in `SYNTHETIC_MODELS` random weights. Widths and
+counts: planning notes 1.1, qwen4exp notes 4 and 10. Types: ``data/quants`` through ``quants.py``. The draft block is
+part of every preset, in the types in which the original holds it, although the published files come without one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from strata_jax.gguf.layout import (
 from strata_jax.quants import HotRanks, LayerTypes, Quant, fitting_type, load_quant, nearest, priced_type
 from strata_jax.synthetic.shapes import (
     ModelShape,
+    check_shape,
     ple_head_offsets,
     ple_head_vocab_sizes,
     ple_multipliers,
@@ -64,9 +66,17 @@ _FLASH_SHAPE = ModelShape(
 _SHAPES: Mapping[str, ModelShape] = {
     "qwen38_flash": _FLASH_SHAPE,
     "qwen38_coder": replace(_FLASH_SHAPE, num_experts=256),
+    # the real shape but for the rows of the n-gram table
+    "synthetic_full": replace(_FLASH_SHAPE, ple_table_base=20_000),
+    # a tenth of its widths and a vocabulary that a CPU can score, with the same remainders: 192 and 96 for 640 and 320
+    "synthetic_small": ModelShape(
+        vocab_size=2048, context_length=8192, num_experts=64, expert_width=192, shared_expert_width=192, mixer_rank=96
+    ),
 }
+SYNTHETIC_MODELS: tuple[str, ...] = ("synthetic_full", "synthetic_small")
 MODEL_NAMES: tuple[str, ...] = tuple(_SHAPES)
 EOS_TOKEN_ID, PLE_BOUNDARY_ID = 248_046, 248_044
+_SPECIALS_BEFORE_END = (12, 14)  # the same two tokens in the vocabularies of synthetic models
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +86,38 @@ class PresetGeometry(Geometry):
     hot_ranks: tuple[HotRanks, ...] = ()
 
 
-@lru_cache(maxsize=8)
-def model_geometry(model: str) -> Geometry:
-    """Return the widths and counts of a model, without tensors. Raises ConfigError for an unknown name."""
+def model_shape(model: str, *, num_layers: int | None = None, num_experts: int | None = None) -> ModelShape:
+    """Return the sizes of a model, of synthetic ones with another depth or number of experts.
+
+    Raises ConfigError for an unknown name, for counts given to a published model, and for counts that cannot be.
+    """
     if model not in _SHAPES:
         raise ConfigError(f"model={model!r} is no preset{nearest(model, _SHAPES)}; presets: {', '.join(MODEL_NAMES)}")
-    s = _SHAPES[model]
+    shape = _SHAPES[model]
+    given = {"num_layers": num_layers, "num_experts": num_experts}
+    changes: dict[str, Any] = {key: count for key, count in given.items() if count is not None}
+    if changes and model not in SYNTHETIC_MODELS:
+        raise ConfigError(
+            f"model={model} has {shape.num_layers} layers of {shape.num_experts} experts; only"
+            f" {' and '.join(SYNTHETIC_MODELS)} can have other counts"
+        )
+    if num_layers is not None and num_layers < shape.full_attention_interval:
+        raise ConfigError(
+            f"model.layers={num_layers}: every {shape.full_attention_interval}th layer attends, so that there must be"
+            f" at least {shape.full_attention_interval}"
+        )
+    shape = replace(shape, **changes)
+    check_shape(shape)
+    return shape
+
+
+@lru_cache(maxsize=8)
+def model_geometry(model: str, *, num_layers: int | None = None, num_experts: int | None = None) -> Geometry:
+    """Return the widths and counts of a model, without tensors. Raises ConfigError as `model_shape` does."""
+    s = model_shape(model, num_layers=num_layers, num_experts=num_experts)
+    eos, boundary = EOS_TOKEN_ID, PLE_BOUNDARY_ID
+    if model in SYNTHETIC_MODELS:
+        eos, boundary = (s.vocab_size - distance for distance in _SPECIALS_BEFORE_END)
     recurrent = tuple(s.is_recurrent(i) for i in range(s.num_blocks))
     same = {f.name for f in fields(ModelShape)} & {f.name for f in fields(Geometry)}
     same -= {"compress_ratio", "expert_width"}
@@ -92,18 +128,25 @@ def model_geometry(model: str) -> Geometry:
         compress_ratio=tuple(0 if is_gdn else s.compress_ratio for is_gdn in recurrent),
         expert_width=tuple(s.expert_width_of(i) for i in range(s.num_blocks)),
         ple_row_width=s.ple_row_width,
-        ple_boundary_id=PLE_BOUNDARY_ID,
+        ple_boundary_id=boundary,
         ple_multipliers=tuple(ple_multipliers(s)),
         ple_vocab_sizes=tuple(ple_head_vocab_sizes(s)),
         ple_offsets=tuple(ple_head_offsets(s)),
-        eos_token_id=EOS_TOKEN_ID,
+        eos_token_id=eos,
         **{name: getattr(s, name) for name in same},
     )
 
 
 @lru_cache(maxsize=64)
 def preset_geometry(
-    model: str, quant: str, *, head: str | None = None, dense: str | None = None, ple: str | None = None
+    model: str,
+    quant: str,
+    *,
+    head: str | None = None,
+    dense: str | None = None,
+    ple: str | None = None,
+    num_layers: int | None = None,
+    num_experts: int | None = None,
 ) -> PresetGeometry:
     """Return the geometry of `model` with the types of `quant`.
 
@@ -111,24 +154,32 @@ def preset_geometry(
         model: one of `MODEL_NAMES`.
         quant: a file of `data/quants` without its ending.
         head, dense, ple: types that replace the quantisation's; `dense` is for all matrices but indexers and routers.
+        num_layers, num_experts: of a synthetic model. A layer has the types of the one at its relative depth.
 
     Raises:
         ConfigError: an unknown model, quantisation or type, with the nearest known name.
         FormatError: the quantisation's data file is broken or is for another number of layers.
     """
-    base, types = model_geometry(model), load_quant(quant)
+    base = model_geometry(model, num_layers=num_layers, num_experts=num_experts)
+    types = load_quant(quant)
     for name in (head, dense, ple):
         if name is not None:
             priced_type(name)
     if dense is not None:
         types = replace(types, dense={**_kept(types.dense), "default": dense})
     types = replace(types, head=head or types.head, ple=ple or types.ple)
-    tensors = _tensors(base, types, table_rows=ple_table_rows(_SHAPES[model]))
+    synthetic = model in SYNTHETIC_MODELS
+    depth = types.num_layers if synthetic else base.num_layers
+    layers = spread_layers(types.experts, depth)
+    if synthetic:
+        layers = tuple(layers[(2 * i + 1) * depth // (2 * base.num_layers)] for i in range(base.num_layers))
+    shape = model_shape(model, num_layers=num_layers, num_experts=num_experts)
+    tensors = _tensors(base, types, layers, table_rows=ple_table_rows(shape))
     return PresetGeometry(
         **{f.name: getattr(base, f.name) for f in fields(Geometry) if f.name not in ("name", "tensor_types")},
         name=f"{model} {types.title}",
         tensor_types=tensors,
-        hot_ranks=types.hot_ranks,
+        hot_ranks=() if synthetic else types.hot_ranks,  # a synthetic model's hottest experts are of every layer
     )
 
 
@@ -158,8 +209,7 @@ def _kept(dense: Mapping[str, str]) -> dict[str, str]:
     return {role: name for role, name in dense.items() if role in ("indexers", "routers", "PLE conv")}
 
 
-def _tensors(g: Geometry, types: Quant, table_rows: int) -> dict[str, TensorSize]:
-    layers = spread_layers(types.experts, g.num_layers)
+def _tensors(g: Geometry, types: Quant, layers: Sequence[LayerTypes], table_rows: int) -> dict[str, TensorSize]:
     tensors: dict[str, TensorSize] = {}
     for name, shape in model_shapes(g, table_rows=table_rows).items():
         component = component_of(name, g.num_layers)

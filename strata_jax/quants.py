@@ -87,6 +87,11 @@ class Quant:
     published: Mapping[str, int | float]
     marks: Mapping[str, Mark]
 
+    @property
+    def num_layers(self) -> int:
+        """Layers that `experts` describes."""
+        return sum(entry.count for entry in self.experts)
+
 
 def priced_type(name: str) -> BlockType:
     """Return the type called `name`. Raises ConfigError naming the nearest one if it is unknown."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
+import math
 import os
 import stat
 import sys
@@ -37,13 +38,21 @@ XLA_FLAGS = "XLA_FLAGS"
 # temporaries instead of 1.5 for 30 MB of weights). As a compiler option it has no effect (jaxlib 0.10.2, 0.12.0.1).
 FREE_EARLY_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
+# XLA times several kernels for every product while it compiles, takes memory for that, and may choose differently in
+# another process. Without that the programs of a 4-layer model of full width compiled in 27 s on an H200 (jax 0.11.2);
+# with it they had not after 85 s.
+NO_TUNING = {"--xla_gpu_autotune_level": "0", "--xla_gpu_enable_triton_gemm": "false"}
+
 # Fixed when the first backend starts; the others can be changed while JAX runs.
 CLIENT_VARIABLES = (PLATFORMS, MEM_FRACTION, PREALLOCATE, HOST_POOL_GIB, XLA_FLAGS)
 
 # JAX keeps programs above 1 s of compile time by default; a run here consists of many that take less.
 CACHE_MIN_COMPILE_S = 0.05
 LIMIT_TOLERANCE_FRAC = 0.01
-HOST_POOL_SLACK_GIB = 1  # the pool grows in whole regions and never shrinks
+# The pool grows in whole regions that double and never shrink, so what it holds has holes: banks of 9.7 GB in arrays of
+# 0.7 to 0.9 GB did not fit into 11 GiB.
+HOST_POOL_SLACK_GIB = 1
+HOST_POOL_SLACK_FRAC = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +118,7 @@ def plan_runtime(
         if limit_bytes is None:
             raise ValueError("a GPU without a memory budget")
         variables |= _gpu_variables(config, hardware, limit_bytes, environ, host_pool_bytes)
+        variables[XLA_FLAGS] = _with_flags(variables[XLA_FLAGS], NO_TUNING)
     cache_dir = _cache_dir(config, environ)
     if cache_dir is None:
         variables["JAX_ENABLE_COMPILATION_CACHE"] = "false"
@@ -121,7 +131,13 @@ def plan_runtime(
 
 def with_free_early(flags: str) -> str:
     """Return XLA's flags with the one that this program needs, unless they set it already."""
-    return flags if FREE_EARLY_FLAG in flags else f"{flags} {FREE_EARLY_FLAG}=false".strip()
+    return _with_flags(flags, {FREE_EARLY_FLAG: "false"})
+
+
+def _with_flags(flags: str, defaults: Mapping[str, str]) -> str:
+    """Return XLA's flags with the defaults that they do not set themselves."""
+    missing = (f"{name}={value}" for name, value in defaults.items() if name not in flags)
+    return " ".join([flags, *missing]).strip()
 
 
 def prepare_jax(
@@ -228,7 +244,7 @@ def _gpu_variables(
     return {
         MEM_FRACTION: fraction,
         PREALLOCATE: "true" if config.engine.preallocate else "false",
-        HOST_POOL_GIB: str(-(-pool_bytes // GIB) + HOST_POOL_SLACK_GIB),
+        HOST_POOL_GIB: str(math.ceil(pool_bytes * (1 + HOST_POOL_SLACK_FRAC) / GIB) + HOST_POOL_SLACK_GIB),
     }
 
 

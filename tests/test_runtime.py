@@ -31,8 +31,16 @@ def test_memory_fraction_comes_from_the_budget_of_the_plan() -> None:
     assert env.memory_limit_bytes == 15_300 * MIB
     assert env.variables["XLA_CLIENT_MEM_FRACTION"] == f"{15_300 / 16_000:.6f}"
     assert env.variables["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
-    assert env.variables["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "12"
+    assert env.variables["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "17"  # the plan's bytes, half as much, 1
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env.variables
+
+
+def test_products_are_not_tuned_on_a_gpu_unless_the_flags_say_so() -> None:
+    given = {"XLA_FLAGS": "--xla_gpu_autotune_level=4"}
+    on_gpu = plan_runtime(RunConfig(), machine(CARD), given).variables["XLA_FLAGS"].split()
+    assert {"--xla_gpu_autotune_level=4", "--xla_gpu_enable_triton_gemm=false"} <= set(on_gpu)
+    assert sum("autotune_level" in flag for flag in on_gpu) == 1
+    assert "xla_gpu" not in plan_runtime(RunConfig(), machine(), {}).variables["XLA_FLAGS"]
 
 
 def test_a_given_memory_fraction_is_the_budget() -> None:

@@ -49,6 +49,12 @@ class Platform(Enum):
     cuda = "cuda"
 
 
+class Kernels(Enum):
+    auto = "auto"
+    reference = "reference"
+    triton = "triton"
+
+
 class OwnBuffers(Enum):
     auto = "auto"
     on = "on"

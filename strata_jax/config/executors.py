@@ -10,7 +10,9 @@ from strata_jax.config.schema import RunConfig
 
 LOCAL = "local"
 FILE_MODELS = ("builtin_tiny",)  # presets that are files; the others are geometry without weights
+SYNTHETIC_MODELS = ("synthetic_full", "synthetic_small")  # ... but for these, whose weights are made as they are read
 NEED_WEIGHTS = (PipelineName.inspect, PipelineName.logits, PipelineName.parity)
+NEED_FILE = (PipelineName.inspect, PipelineName.parity)
 OF_PRESETS = {"ram.tier": ("conversation_budget", "resident")}  # what a preset of policies sets for where it counts
 STRATA_KV_TYPES = (KvType.f16, KvType.int8, KvType.k8v4, KvType.q4_0)
 
@@ -27,6 +29,11 @@ def is_preset(config: RunConfig) -> bool:
     return config.model.path is None and config.model.name not in FILE_MODELS
 
 
+def is_synthetic(config: RunConfig) -> bool:
+    """Say whether the model is a published shape with random weights."""
+    return config.model.path is None and config.model.name in SYNTHETIC_MODELS
+
+
 def has_strata_memory(config: RunConfig) -> bool:
     """Say whether the memory model is one of the original's."""
     return config.memory_model.name is not MemoryModelName.xla
@@ -38,8 +45,15 @@ def executor_contradictions(config: RunConfig) -> list[str]:
     if pipeline in (PipelineName.reproduce, PipelineName.calibrate):
         return _own_scenarios(config)
     executor = executor_of(config)
-    problems = _not_honoured(config, executor)
-    if is_preset(config) and (executor is ExecutorName.device or pipeline in NEED_WEIGHTS):
+    problems = _not_honoured(config, executor) + _of_synthetic_models(config)
+    if is_synthetic(config) and pipeline in NEED_FILE:
+        problems.append(
+            f"model={config.model.name} and pipeline={pipeline.name}: there is no file to look into. Give"
+            " model.path=FILE.gguf."
+        )
+    elif (
+        is_preset(config) and not is_synthetic(config) and (executor is ExecutorName.device or pipeline in NEED_WEIGHTS)
+    ):
         problems.append(
             f"model={config.model.name} and {_cause(config, pipeline)}: the preset has a geometry and no weights. Give"
             " model.path=FILE.gguf, or simulate with executor=sim."
@@ -57,6 +71,24 @@ def preset_notes(config: RunConfig) -> list[str]:
         f"{name}={value} of policy={preset} has no effect here: on the device all experts are in host memory"
         for name, (preset, value) in OF_PRESETS.items()
         if config.policy.name == preset and show(value_of(config, name)) == value
+    ]
+
+
+def _of_synthetic_models(config: RunConfig) -> list[str]:
+    """Return a message for every setting of synthetic models that is given for another one."""
+    if is_synthetic(config):
+        return []
+    names = [
+        name
+        for name in all_settings()
+        if (name in ("model.layers", "model.experts") or name.startswith("model.routing."))
+        and value_of(config, name) != all_settings()[name].default
+    ]
+    model = config.model.path or config.model.name
+    return [
+        f"{name}={show(value_of(config, name))} and model={model}: only synthetic models can be given it. Choose model="
+        f"{' or model='.join(SYNTHETIC_MODELS)}, or leave it out."
+        for name in names
     ]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata_jax.config.choices import ExecutorName, MemoryModelName, Platform, Tier
-from strata_jax.config.fields import AUTO, IN_SIM, ON_DEVICE, setting
+from strata_jax.config.choices import ExecutorName, Kernels, MemoryModelName, Platform, Tier
+from strata_jax.config.fields import AUTO, IN_SIM, ON_DEVICE, node, setting
 
 MAX_MIB = 16_777_216
 
@@ -102,6 +102,24 @@ class RamConfig:
 
 
 @dataclass
+class RoutingConfig:
+    zipf: float | int | str = setting(
+        AUTO,
+        "popularity of a synthetic model's experts by rank, exponent; auto: the curve of published hit rates",
+        low=0,
+        high=4,
+        executors=ON_DEVICE,
+    )
+    drift: float = setting(
+        0.0,
+        "share of a layer's experts that change places from topic to topic, in a synthetic model",
+        low=0,
+        high=1,
+        executors=ON_DEVICE,
+    )
+
+
+@dataclass
 class ModelConfig:
     name: str = setting("builtin_tiny", "geometry preset used when model.path is not given")
     path: str | None = setting(None, "a GGUF file (any shard of a split one); takes the place of the preset")
@@ -112,7 +130,12 @@ class ModelConfig:
         low=8,
         high=16_777_216,
     )
-    seed: int = setting(0, "seed of the weights of a built-in model", low=0, high=4_294_967_295)
+    seed: int = setting(0, "seed of the weights of a built-in or synthetic model", low=0, high=4_294_967_295)
+    layers: int | str = setting(AUTO, "layers of a synthetic model; auto: as the preset has", low=4, high=1023)
+    experts: int | str = setting(
+        AUTO, "experts in each layer of a synthetic model; auto: as the preset has", low=2, high=65_536
+    )
+    routing: RoutingConfig = node(RoutingConfig, "how a synthetic model's look-ups are spread over its experts")
 
 
 @dataclass
@@ -160,6 +183,11 @@ class EngineConfig:
     )
     page_kib: int | str = setting(
         AUTO, "page of the expert arena; auto: the planner's choice", unit="KiB", low=4, high=65536
+    )
+    kernels: Kernels = setting(
+        Kernels.auto,
+        "what computes the routed experts; auto: triton on an NVIDIA GPU for all types that it has, else reference."
+        " triton on a CPU interprets the kernels, which is slow: for tests",
     )
     check: bool = setting(
         False, "check the memory ledger against the device after every request (slower)", executors=ON_DEVICE

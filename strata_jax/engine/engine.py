@@ -17,14 +17,14 @@ from strata_jax.engine.cell_store import new_store
 from strata_jax.engine.chunk import compile_programs
 from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import LayerBank
-from strata_jax.engine.load import load_bank, load_weights
+from strata_jax.engine.load import load_banks, load_weights
 from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix
 from strata_jax.engine.model import ModelSpec, State, Weights
 from strata_jax.engine.programs import Programs, Watch
 from strata_jax.engine.residency import Fill, Residency, first_residency
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.layout import PLE_TABLE
-from strata_jax.gguf.reader import GGUFFile
+from strata_jax.gguf.source import WeightSource
 from strata_jax.kv_types import cell_bytes
 from strata_jax.memory.ledger import Owner
 from strata_jax.memory.plan import MemoryPlan
@@ -51,7 +51,7 @@ class Engine:
         mover: who carries out moves that a session asks for; the last `Mover` made for the engine.
     """
 
-    file: GGUFFile
+    file: WeightSource
     geometry: Geometry
     plan: MemoryPlan
     weights: Weights
@@ -70,7 +70,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        file: GGUFFile,
+        file: WeightSource,
         geometry: Geometry,
         plan: MemoryPlan,
         watch: Watch | None = None,
@@ -88,8 +88,25 @@ class Engine:
         """
         geometry.check_engine_types()
         weights = load_weights(file, geometry, with_draft=plan.with_draft)
+        banks = load_banks(
+            file, geometry, plan.num_blocks, plan.page_bytes, bank_sharding(), kernels=plan.request.expert_kernels
+        )
+        return cls.lay_out(file, geometry, plan, weights, banks, watch, loans, min_p)
+
+    @classmethod
+    def lay_out(
+        cls,
+        file: WeightSource,
+        geometry: Geometry,
+        plan: MemoryPlan,
+        weights: Weights,
+        banks: tuple[LayerBank, ...],
+        watch: Watch | None = None,
+        loans: Collection[tuple[int, int]] | None = None,
+        min_p: float = 0.0,
+    ) -> Engine:
+        """As `load`, for weights and banks that were read for a plan of the same blocks, page and kernels."""
         sharding = bank_sharding()
-        banks = tuple(load_bank(file, layer, plan.page_bytes, sharding) for layer in range(plan.num_blocks))
         k_bytes, v_bytes = cell_bytes(plan.kv_type, geometry.num_kv_heads, geometry.head_dim)
         cells = CellLayout(plan.kv_type, plan.cells_per_page, k_bytes // 4, v_bytes // 4, plan.context_cells)
         programs = Programs(ModelSpec(geometry, cells))

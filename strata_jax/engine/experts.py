@@ -1,7 +1,8 @@
 """Mixture of experts: routing, and expert products on packed blobs read from the arena or from the bank.
 
-A blob is one expert's gate, up and down matrices as packed in the file, one after the other, in 32-bit words. The
-product reads it from the arena when the expert is resident and from the bank otherwise; the arithmetic is the same.
+A blob is one expert's gate, up and down matrices, one after the other, in 32-bit words: as packed in the file, for the
+products here, or in planes, for the kernels (`expert_kernels.py`). The product reads it from the arena when the expert
+is resident and from the bank otherwise; the arithmetic is the same.
 Contributions are summed in ascending order of expert number, for a window and for a prompt chunk alike.
 Shapes: T tokens, X experts, K experts per token, E model width, F expert width. Source: qwen4exp (`ffn_*`).
 """
@@ -15,12 +16,13 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from strata_jax.engine import expert_kernels
 from strata_jax.engine.arena import read_pages
 from strata_jax.engine.matrix import Matrix, linear, matmul_t
 from strata_jax.geometry import Geometry
 from strata_jax.kernels.dequant import dequantize_words
-from strata_jax.memory.layout import expert_tile_rows
-from strata_jax.memory.request import MAX_WINDOW_TOKENS
+from strata_jax.kernels.expert_gemv import ExpertLayout
+from strata_jax.memory.layout import MAX_WINDOW_TOKENS, expert_tile_rows
 
 R = TypeVar("R")
 
@@ -42,24 +44,29 @@ class BlobPart:
 
 @dataclass(frozen=True)
 class BlobLayout:
-    """``parts`` is (gate_up, down) or (gate, up, down); a blob fills ``num_pages`` pages of the arena."""
+    """A blob as the file packs it: ``parts`` is (gate_up, down) or (gate, up, down)."""
 
     parts: tuple[BlobPart, ...]
     num_words: int
-    num_pages: int
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerBank:
-    """All experts of one block in host memory: ``blobs: u32[X, blob_words]``."""
+    """All experts of one block in host memory.
+
+    Attributes:
+        blobs: u32[X, blob_words]. num_pages: the pages of the arena that a blob fills.
+        layout: of a blob: as packed in the file, for the reference, or in planes, for the kernels; None: not known.
+    """
 
     blobs: jax.Array
-    layout: BlobLayout = field(metadata={"static": True})
+    layout: BlobLayout | ExpertLayout | None = field(metadata={"static": True})
+    num_pages: int = field(metadata={"static": True})
 
     def bare(self) -> LayerBank:
         """The same blobs without what is inside them, for programs that only copy whole blobs."""
-        return replace(self, layout=replace(self.layout, parts=()))
+        return replace(self, layout=None)
 
     def fetch(self, expert: jax.Array) -> jax.Array:
         """One expert's words, u32[blob_words], brought into device memory."""
@@ -135,15 +142,20 @@ def mixture(
     num_tokens = u.shape[0]
     ids, weights = route(u, w, g.num_experts_used)
     valid = jnp.arange(num_tokens) < count
-    ids = jnp.where(valid[:, None], ids, g.num_experts)
+    ids, weights = jnp.where(valid[:, None], ids, g.num_experts), jnp.where(valid[:, None], weights, 0.0)
     gate = jax.nn.sigmoid(jnp.sum(u * w.shared_router, axis=-1, keepdims=True))
     hidden = jax.nn.silu(linear(u, w.shared_gate)) * linear(u, w.shared_up)
     shared = gate * linear(hidden, w.shared_down)
-    run = _window if num_tokens <= MAX_WINDOW_TOKENS else _chunk
     hits = jnp.sum(jnp.where(ids < g.num_experts, pages[jnp.minimum(ids, g.num_experts - 1)] >= 0, False))
     uses = jnp.zeros(g.num_experts + 1, jnp.int32).at[ids.reshape(-1)].add(1)[: g.num_experts]
     counts = ExpertCounts(count.astype(jnp.int32) * g.num_experts_used, hits.astype(jnp.int32), uses)
-    return run(u, ids, weights, bank, arrays, pages, g) + shared, counts
+    few = num_tokens <= MAX_WINDOW_TOKENS
+    if isinstance(bank.layout, ExpertLayout):
+        by_kernel = expert_kernels.window if few else expert_kernels.chunk
+        routed = by_kernel(u, ids, weights, tuple(arrays), bank.blobs, pages, bank.layout)
+    else:
+        routed = (_window if few else _chunk)(u, ids, weights, bank, arrays, pages, g)
+    return routed + shared, counts
 
 
 def _window(
@@ -167,7 +179,7 @@ def _window(
         shares = jnp.sum(jnp.where(ids == active[:, None, None], weights, 0.0), axis=-1)
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        y = _on_blob(bank, arrays, pages, active[i], lambda words: _apply(u, _decode(words, bank.layout)))
+        y = _on_blob(bank, arrays, pages, active[i], lambda words: _apply(u, _decode(words, bank)))
         return total + shares[i][:, None] * y
 
     return jax.lax.fori_loop(0, num_active, step, jnp.zeros_like(u))
@@ -193,7 +205,7 @@ def _chunk(
 
     def expert_step(expert: jax.Array, out: jax.Array) -> jax.Array:
         def work(out: jax.Array) -> jax.Array:
-            matrices = _on_blob(bank, arrays, pages, expert, lambda words: _decode(words, bank.layout))
+            matrices = _on_blob(bank, arrays, pages, expert, lambda words: _decode(words, bank))
 
             def tile_step(i: jax.Array, out: jax.Array) -> jax.Array:
                 row = first[expert] + i * tile
@@ -217,18 +229,18 @@ def _on_blob(
     bank: LayerBank, arrays: Sequence[jax.Array], pages: jax.Array, expert: jax.Array, f: Callable[[jax.Array], R]
 ) -> R:
     """Apply ``f`` to the expert's words, from the arena if it is resident, else from the bank."""
-    layout = bank.layout
 
     def resident() -> R:
-        run = read_pages(arrays, pages[expert], layout.num_pages)
-        return f(run.reshape(-1)[: layout.num_words])
+        run = read_pages(arrays, pages[expert], bank.num_pages)
+        return f(run.reshape(-1)[: bank.blobs.shape[1]])
 
     return jax.lax.cond(pages[expert] >= 0, resident, lambda: f(bank.fetch(expert)))
 
 
-def _decode(words: jax.Array, layout: BlobLayout) -> tuple[jax.Array, ...]:
+def _decode(words: jax.Array, bank: LayerBank) -> tuple[jax.Array, ...]:
     """The blob's matrices as f32[rows, cols]."""
-    return tuple(_decode_part(words[p.first_word : p.first_word + p.num_words], p) for p in layout.parts)
+    assert isinstance(bank.layout, BlobLayout)
+    return tuple(_decode_part(words[p.first_word : p.first_word + p.num_words], p) for p in bank.layout.parts)
 
 
 def _decode_part(words: jax.Array, part: BlobPart) -> jax.Array:

@@ -13,12 +13,18 @@ from strata_jax.engine.layers import MixerWeights
 from strata_jax.engine.matrix import Matrix, from_bytes
 from strata_jax.engine.model import BlockWeights, DraftWeights, Weights
 from strata_jax.engine.ple import PleWeights
+from strata_jax.engine.spread import spread_blobs
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.layout import PLE_TABLE
-from strata_jax.gguf.reader import GGUFFile
+from strata_jax.gguf.source import WeightSource
+from strata_jax.kernels.expert_gemv import ExpertLayout, expert_layout, pack_expert
+from strata_jax.memory.expert_kernels import kernel_layers
+from strata_jax.memory.layout import WORD_BYTES, pages_per_expert
+from strata_jax.memory.sizes import model_sizes
+from strata_jax.synthetic.full import SyntheticModel
 
 
-def load_weights(file: GGUFFile, g: Geometry, *, with_draft: bool) -> Weights:
+def load_weights(file: WeightSource, g: Geometry, *, with_draft: bool) -> Weights:
     """Read everything but the routed experts and the n-gram table, packed as stored."""
     embed = _matrix(file, "token_embd.weight")
     head = _matrix(file, "output.weight") if "output.weight" in file.tensors else embed
@@ -27,7 +33,43 @@ def load_weights(file: GGUFFile, g: Geometry, *, with_draft: bool) -> Weights:
     return Weights(embed, head, _mixer(file, "output_hc", inject=False), blocks, draft)
 
 
-def blob_layout(file: GGUFFile, layer: int, page_bytes: int) -> BlobLayout:
+def load_banks(
+    file: WeightSource,
+    g: Geometry,
+    num_blocks: int,
+    page_bytes: int,
+    sharding: jax.sharding.Sharding | None,
+    *,
+    kernels: bool = False,
+) -> tuple[LayerBank, ...]:
+    """Copy the packed experts of the first blocks into host memory, one blob per expert.
+
+    Args:
+        kernels: hold them in planes where the kernels can compute them.
+
+    Raises:
+        RuntimeError: blobs in planes do not have the bytes that the planner counts.
+    """
+    by_kernel = kernel_layers(g, num_blocks) if kernels else (False,) * num_blocks
+    planned, distinct, banks = model_sizes(g).blobs, {}, []
+    for layer in range(num_blocks):
+        layout = plane_layout_of(file, layer) if by_kernel[layer] else blob_layout(file, layer)
+        if by_kernel[layer] and layout.num_words * WORD_BYTES != planned[layer]:
+            raise RuntimeError(
+                f"block {layer}: an expert in planes has {layout.num_words * WORD_BYTES:,} bytes, the plan counts"
+                f" {planned[layer]:,}"
+            )
+        if isinstance(file, SyntheticModel):
+            if layout not in distinct:  # blocks of the same types have the same pool
+                distinct[layout] = _blobs([file.expert_pool(name) for name in _expert_tensors(file, layer)], layout)
+            blobs = spread_blobs(distinct[layout], file.expert_ids(layer), sharding)
+        else:
+            blobs = jax.device_put(_blobs([file.data(name) for name in _expert_tensors(file, layer)], layout), sharding)
+        banks.append(LayerBank(blobs, layout, pages_per_expert(layout.num_words * WORD_BYTES, page_bytes)))
+    return tuple(banks)
+
+
+def blob_layout(file: WeightSource, layer: int) -> BlobLayout:
     """Where each packed matrix of one expert of this block lies in its blob."""
     parts, first_word = [], 0
     for name in _expert_tensors(file, layer):
@@ -35,24 +77,33 @@ def blob_layout(file: GGUFFile, layer: int, page_bytes: int) -> BlobLayout:
         num_bytes = info.num_bytes // info.shape[0]
         parts.append(BlobPart(info.type_name, info.shape[1], info.shape[2], first_word, num_bytes))
         first_word += parts[-1].num_words
-    return BlobLayout(_join_gate_up(parts), first_word, -(-first_word * 4 // page_bytes))
+    return BlobLayout(_join_gate_up(parts), first_word)
 
 
-def load_bank(file: GGUFFile, layer: int, page_bytes: int, sharding: jax.sharding.Sharding | None) -> LayerBank:
-    """Copy the packed experts of one block into host memory, one blob per expert."""
-    layout = blob_layout(file, layer, page_bytes)
-    names = _expert_tensors(file, layer)
-    num_experts = file.tensors[names[0]].shape[0]
-    blobs = np.zeros((num_experts, layout.num_words * 4), np.uint8)
+def plane_layout_of(file: WeightSource, layer: int) -> ExpertLayout:
+    """Where each matrix of one expert of this block lies in its blob in planes."""
+    first, *_, down = (file.tensors[name] for name in _expert_tensors(file, layer))
+    up = file.tensors[_expert_tensors(file, layer)[-2]]  # gate above up: one tensor
+    return expert_layout(first.type_name, up.type_name, down.type_name, width=down.shape[1], expert_width=down.shape[2])
+
+
+def _blobs(stacks: list[np.ndarray], layout: BlobLayout | ExpertLayout) -> np.ndarray:
+    """Join packed matrices u8[N, rows, row_bytes] of N experts into blobs u32[N, blob_words]."""
+    if isinstance(layout, ExpertLayout):
+        planes = np.empty((len(stacks[0]), layout.num_words), np.uint32)
+        for expert, blob in enumerate(planes):
+            pack_expert([stack[expert] for stack in stacks], layout, out=blob)
+        return planes
+    blobs = np.zeros((len(stacks[0]), layout.num_words * 4), np.uint8)
     offset = 0
-    for name in names:
-        raw = file.data(name).reshape(num_experts, -1)
+    for stack in stacks:
+        raw = stack.reshape(len(stack), -1)
         blobs[:, offset : offset + raw.shape[1]] = raw
         offset += -(-raw.shape[1] // 4) * 4
-    return LayerBank(jax.device_put(blobs.view(np.uint32), sharding), layout)
+    return blobs.view(np.uint32)
 
 
-def _expert_tensors(file: GGUFFile, layer: int) -> list[str]:
+def _expert_tensors(file: WeightSource, layer: int) -> list[str]:
     prefix = f"blk.{layer}.ffn_"
     fused = f"{prefix}gate_up_exps.weight"
     first = [fused] if fused in file.tensors else [f"{prefix}gate_exps.weight", f"{prefix}up_exps.weight"]
@@ -70,7 +121,7 @@ def _join_gate_up(parts: list[BlobPart]) -> tuple[BlobPart, ...]:
     return (both, down)
 
 
-def _block(file: GGUFFile, g: Geometry, layer: int) -> BlockWeights:
+def _block(file: WeightSource, g: Geometry, layer: int) -> BlockWeights:
     p = f"blk.{layer}."
     return BlockWeights(
         attn_mixer=_mixer(file, f"{p}hc_attn"),
@@ -87,7 +138,7 @@ def _block(file: GGUFFile, g: Geometry, layer: int) -> BlockWeights:
     )
 
 
-def _mixer(file: GGUFFile, prefix: str, *, inject: bool = True) -> MixerWeights:
+def _mixer(file: WeightSource, prefix: str, *, inject: bool = True) -> MixerWeights:
     return MixerWeights(
         norm=_array(file, f"{prefix}_norm.weight"),
         down=_matrix(file, f"{prefix}_down.weight"),
@@ -96,7 +147,7 @@ def _mixer(file: GGUFFile, prefix: str, *, inject: bool = True) -> MixerWeights:
     )
 
 
-def _gdn(file: GGUFFile, p: str) -> GdnWeights:
+def _gdn(file: WeightSource, p: str) -> GdnWeights:
     return GdnWeights(
         qkv=_matrix(file, f"{p}attn_qkv.weight"),
         gate=_matrix(file, f"{p}attn_gate.weight"),
@@ -110,7 +161,7 @@ def _gdn(file: GGUFFile, p: str) -> GdnWeights:
     )
 
 
-def _attention(file: GGUFFile, g: Geometry, layer: int) -> AttentionWeights:
+def _attention(file: WeightSource, g: Geometry, layer: int) -> AttentionWeights:
     p = f"blk.{layer}."
     ratio = g.compress_ratio[layer]
     indexer = None
@@ -133,7 +184,7 @@ def _attention(file: GGUFFile, g: Geometry, layer: int) -> AttentionWeights:
     )
 
 
-def _ple(file: GGUFFile, p: str) -> PleWeights:
+def _ple(file: WeightSource, p: str) -> PleWeights:
     return PleWeights(
         key=_matrix(file, f"{p}ple_key.weight"),
         value=_matrix(file, f"{p}ple_value.weight"),
@@ -145,7 +196,7 @@ def _ple(file: GGUFFile, p: str) -> PleWeights:
     )
 
 
-def _draft(file: GGUFFile, g: Geometry) -> DraftWeights:
+def _draft(file: WeightSource, g: Geometry) -> DraftWeights:
     p = f"blk.{g.num_layers}.nextn."
     return DraftWeights(
         block=_block(file, g, g.num_layers),
@@ -156,12 +207,12 @@ def _draft(file: GGUFFile, g: Geometry) -> DraftWeights:
     )
 
 
-def _matrix(file: GGUFFile, name: str) -> Matrix:
+def _matrix(file: WeightSource, name: str) -> Matrix:
     info = file.tensors[name]
     return from_bytes(file.data(name), info.type_name, info.shape[-1])
 
 
-def _array(file: GGUFFile, name: str) -> jax.Array:
+def _array(file: WeightSource, name: str) -> jax.Array:
     """A small tensor (norm, convolution, bias) as float32, whatever its float type in the file."""
     matrix = _matrix(file, name)
     return jnp.asarray(matrix.data, jnp.float32)

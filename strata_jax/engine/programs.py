@@ -122,7 +122,7 @@ class Programs:
         num_experts = bank.blobs.shape[0]
         padded = np.zeros((2, num_experts), np.int32)
         padded[:, : len(experts)] = experts, pages
-        key = ("fill", array.shape[0], bank.layout.num_words, num_experts)
+        key = ("fill", array.shape[0], bank.blobs.shape[1], num_experts)
         return self.call(key, _fill, (array, bank.bare(), *padded, np.int32(len(experts))), donate=(0,))
 
     def copy_run(self, array: jax.Array, page: int, source: jax.Array, first: int, num_pages: int) -> jax.Array:
@@ -173,6 +173,8 @@ class Programs:
         started = time.perf_counter()
         with self.watch(name), warnings.catch_warnings():
             # a donation that cannot be used means a second copy of the state
+            # the backend that the kernels are written for; docs/engine.md says what follows it
+            warnings.filterwarnings("ignore", message=".*Pallas Triton backend is deprecated.*")
             warnings.filterwarnings("error", message=".*donated buffers were not usable.*")
             program = jax.jit(f, donate_argnums=donate, out_shardings=out_shardings).lower(*args).compile()
         self.compile_s += time.perf_counter() - started
@@ -265,7 +267,7 @@ def _sample(scores: jax.Array, position: jax.Array, how: SamplingArrays) -> jax.
 
 
 def _fill(array: jax.Array, bank: LayerBank, experts: jax.Array, pages: jax.Array, count: jax.Array) -> jax.Array:
-    num_pages, num_words = bank.layout.num_pages, bank.layout.num_words
+    num_pages, num_words = bank.num_pages, bank.blobs.shape[1]
 
     def step(i: jax.Array, array: jax.Array) -> jax.Array:
         blob = jnp.pad(bank.fetch(experts[i]), (0, num_pages * array.shape[1] - num_words))

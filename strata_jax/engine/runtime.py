@@ -204,6 +204,8 @@ class Runtime:
             switches=live is not None and live.name != who,
         )  # fmt: skip
         self._used = None
+        if self.state.reading:  # an earlier prompt has failed, and giving back what it held too
+            self._give_back(facts)
         session = self._enter(facts)
         session.on_chunk = on_chunk
         session.count_uses = self.uses is not None or AdaptiveSlots.name in self.stack.names

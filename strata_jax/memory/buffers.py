@@ -12,10 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from strata_jax.memory.layout import GATHER_TILE_VALUES, MATRIX_TILE_WEIGHTS, expert_tile_rows, padded_chunk
+from strata_jax.memory.expert_kernels import kernel_layers
+from strata_jax.memory.layout import (
+    GATHER_TILE_VALUES,
+    MATRIX_TILE_WEIGHTS,
+    MAX_GROUP_ROWS,
+    MAX_WINDOW_TOKENS,
+    expert_tile_rows,
+    padded_chunk,
+)
 from strata_jax.memory.ledger import Entry, Owner, Phase, during
 from strata_jax.memory.sizes import F32_BYTES, ModelSizes, gdn_channels
 
+BF16_BYTES = 2
+SORT_WORDS = 8  # of a pair: expert and place before and after the sort, its scratch, token and row
 PACKED_WEIGHT_BYTES = 1  # of a weight in a packed matrix, rounded up (Q8_0: 1.06)
 
 
@@ -30,11 +40,15 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """What the buffers depend on besides the model and the rows: the context and how its cells are stored."""
+    """What the buffers depend on besides the model and the rows: the context and how its cells are stored.
+
+    expert_kernels: whether experts are computed by kernels where there are some.
+    """
 
     context_cells: int
     cells_per_page: int
     cell_bytes: int
+    expert_kernels: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -74,7 +88,13 @@ def prompt_parts(
 ) -> dict[str, tuple[Term, ...]]:
     """Return the temporaries of each part of a pass over `rows` tokens; only one part lives at a time."""
     g = sizes.geometry
-    parts = {"experts": _expert_terms(sizes, rows, with_draft), "head": _head_terms(sizes, logits_rows)}
+    parts = {"head": _head_terms(sizes, logits_rows)}
+    by_kernel = kernel_layers(g, sizes.blocks(with_draft)) if cells.expert_kernels else (False,)
+    if not all(by_kernel):
+        parts["experts"] = _expert_terms(sizes, rows, with_draft)
+    if any(by_kernel):
+        width = max(width for width, used in zip(g.expert_width, by_kernel) if used)
+        parts["experts by kernels"] = _kernel_terms(sizes, rows, width)
     if g.recurrent_layers:
         parts["GDN"] = _gdn_terms(sizes, rows)
     ratios = {g.compress_ratio[i] for i in sizes.attention_layers(with_draft)}
@@ -175,11 +195,45 @@ def _expert_terms(sizes: ModelSizes, rows: int, with_draft: bool) -> tuple[Term,
              f"{blob:,} B + 3 x E {g.embed_width:,} x F {width} x 4 B"),
         Term("tile of one expert", tile * (2 * g.embed_width + 3 * width) * F32_BYTES,
              f"tile {tile} x (2 x E {g.embed_width:,} + 3 x F {width}) x 4 B"),
-        Term("router and shared expert",
-             rows * (2 * g.num_experts + 3 * g.shared_expert_width + 2 * g.embed_width) * F32_BYTES,
-             f"T {rows} x (2 x {g.num_experts} experts + 3 x {g.shared_expert_width} shared"
-             f" + 2 x E {g.embed_width:,}) x 4 B"),
+        _router_term(sizes, rows),
     )  # fmt: skip
+
+
+def _kernel_terms(sizes: ModelSizes, rows: int, width: int) -> tuple[Term, ...]:
+    """Temporaries of `engine/expert_kernels.py`: nothing decoded, rows sorted by expert and their results.
+
+    The tokens in bfloat16 are gone before the outputs come. XLA's own count for one H200 without the router, compiled
+    without the device, F 640 and E 2,560: T 4: 513,552 B (here 512,000), T 512: 33.08 MB (33.77), T 8,192: 525.8
+    (527.7).
+    """
+    g = sizes.geometry
+    experts, used, embed = g.num_experts, g.num_experts_used, g.embed_width
+    pairs = rows * used
+    if rows <= MAX_WINDOW_TOKENS:
+        return (
+            Term("hidden rows and expert outputs", pairs * (width + embed) * F32_BYTES,
+                 f"T {rows} x K {used} x (F {width} + E {embed:,}) x 4 B"),
+            _router_term(sizes, rows),
+        )  # fmt: skip
+    padded = pairs + MAX_GROUP_ROWS
+    shape = f"(T {rows} x K {used} + {MAX_GROUP_ROWS}) x"
+    return (
+        Term("hidden rows", padded * width * BF16_BYTES, f"{shape} F {width} x 2 B"),
+        Term("expert outputs", padded * embed * BF16_BYTES, f"{shape} E {embed:,} x 2 B"),
+        Term("sorted pairs", (SORT_WORDS * pairs + 8 * experts) * F32_BYTES,
+             f"({SORT_WORDS} x T {rows} x K {used} + 8 x {experts} experts) x 4 B"),
+        _router_term(sizes, rows),
+    )  # fmt: skip
+
+
+def _router_term(sizes: ModelSizes, rows: int) -> Term:
+    g = sizes.geometry
+    return Term(
+        "router and shared expert",
+        rows * (2 * g.num_experts + 3 * g.shared_expert_width + 2 * g.embed_width) * F32_BYTES,
+        f"T {rows} x (2 x {g.num_experts} experts + 3 x {g.shared_expert_width} shared"
+        f" + 2 x E {g.embed_width:,}) x 4 B",
+    )
 
 
 def _head_terms(sizes: ModelSizes, logits_rows: int) -> tuple[Term, ...]:

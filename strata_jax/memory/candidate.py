@@ -270,7 +270,7 @@ class Frame:
         return most if fits(most) else layout.largest_where(fits, 0, most)
 
     def _cells(self, context_cells: int) -> Cells:
-        return Cells(self.num_cells(context_cells), self.cells_per_page, self.cell_bytes)
+        return Cells(self.num_cells(context_cells), self.cells_per_page, self.cell_bytes, self.request.expert_kernels)
 
     def _base_bytes(self, context_cells: int, mapped_cells: int, num_slots: int) -> int:
         """Return what prompt buffers have without a loan and with the head loaded.

@@ -20,6 +20,8 @@ GDN_CHUNK_TOKENS = 64  # longer prompt programs take whole multiples of it
 MATRIX_TILE_WEIGHTS = 16 * 2**20  # a larger matrix is decoded and multiplied in tiles (64 MiB of float32 at a time)
 GATHER_TILE_VALUES = 16 * 2**20  # keys (or values) that one tile of tokens gathers (64 MiB of float32)
 MAX_EXPERT_TILE_ROWS = 128
+MAX_GROUP_ROWS = 128  # most rows of a tile of the grouped kernels (`kernels/grouped_matmul/blocks.py`)
+MAX_WINDOW_TOKENS = 8
 STAGE_BYTES = 8 * 2**20  # most device memory of one block of rows on its way to or from the host
 STAGE_SHARE = 16  # a block is at most this part of its array
 

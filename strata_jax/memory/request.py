@@ -12,13 +12,13 @@ from typing import Any
 
 from strata_jax.errors import ConfigError
 from strata_jax.kv_types import KV_TYPES
+from strata_jax.memory.expert_kernels import PAGE_MULTIPLE_BYTES
 from strata_jax.memory.expert_ranking import ExpertRanking
-from strata_jax.memory.layout import KIB, MIN_PAGE_BYTES, WORD_BYTES
+from strata_jax.memory.layout import KIB, MAX_WINDOW_TOKENS, MIN_PAGE_BYTES, WORD_BYTES
 from strata_jax.memory.ledger import Limit, Memory, Origin
 from strata_jax.memory.sizes import ModelSizes
 from strata_jax.memory.slot_order import slot_order
 
-MAX_WINDOW_TOKENS = 8
 MIN_CONTEXT_CELLS = 8
 AUTO_CHUNK_MAX_TOKENS = 512
 
@@ -101,6 +101,7 @@ class PlanRequest:
         reserve_bytes: device memory to leave alone.
         host_budget_bytes: RAM that may be taken; None leaves it unchecked.
         shared_memory: device memory is a part of the RAM, as on a CPU.
+        expert_kernels: experts are held in planes and computed by kernels, in all blocks that have one.
         moving: what may change hands while the engine runs.
         ranking: experts in the order in which they get slots, which there cannot be more of; None: blocks take turns.
         decided: choices of an earlier plan; a value that is still the same keeps its origin and reason.
@@ -120,6 +121,7 @@ class PlanRequest:
     reserve_origin: Origin = Origin.GIVEN
     host_budget_bytes: int | None = None
     shared_memory: bool = False
+    expert_kernels: bool = False
     moving: MovingMemory = MovingMemory()
     ranking: ExpertRanking | None = None
     decided: tuple[Choice, ...] = ()
@@ -210,6 +212,12 @@ def _value_problems(r: PlanRequest) -> list[str]:
         problems.append(
             f"engine.page_kib={r.page_bytes / KIB:g} ({r.page_bytes} bytes): a page must have at least {MIN_PAGE_BYTES}"
             f" bytes, a multiple of {WORD_BYTES}"
+        )
+    elif r.page_bytes is not None and r.expert_kernels and r.page_bytes % PAGE_MULTIPLE_BYTES:
+        problems.append(
+            f"engine.page_kib={r.page_bytes / KIB:g} ({r.page_bytes} bytes) and engine.kernels: the kernels read whole"
+            f" lines of {PAGE_MULTIPLE_BYTES} bytes of a page. Set engine.page_kib to a whole number, or"
+            " engine.kernels=reference"
         )
     return problems
 

@@ -100,7 +100,7 @@ class PolicyStack:
             step = step.then(self._run(step.state, lambda policy, now: policy.after_park(self.ctx, now, facts)))
         image = find_parked(step.state, facts.conversation) if step.state.live is None else None
         if image is not None and ConversationBudget.name in self.names:
-            tokens = image.tokens
+            tokens = max(image.tokens, facts.reused_tokens)  # its prompt may continue another's state
             step = step.then(
                 self._run(step.state, lambda policy, now: policy.before_restore(self.ctx, now, facts, tokens))
             )

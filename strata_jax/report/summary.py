@@ -18,6 +18,7 @@ FIELDS: Mapping[str, str] = {
     "error": "null, or {type, message, expected}; expected errors are outcomes, others are bugs",
     "pipeline": "which pipeline ran",
     "model": "name of the model",
+    "weights": "file, or synthetic: random blocks of the model's types and sizes, so that the text means nothing",
     "device": "what computed",
     "num_requests": "requests finished",
     "prompt_tokens": "tokens of the prompts",

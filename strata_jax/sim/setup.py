@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from strata_jax.config.cache import NO_RANKING
 from strata_jax.config.checks import auto_limit
@@ -19,6 +20,7 @@ from strata_jax.errors import ConfigError
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.reader import open_gguf
 from strata_jax.hardware import MIB, Hardware, describe_local
+from strata_jax.memory.expert_kernels import choose_kernels
 from strata_jax.memory.expert_ranking import ExpertRanking
 from strata_jax.memory.layout import KIB
 from strata_jax.memory.plan import plan as plan_xla
@@ -185,11 +187,19 @@ def geometry_of(config: RunConfig) -> Geometry:
     """Return the geometry of a preset, or of a model file from its header."""
     if is_preset(config):
         given = {key: getattr(config.quant, key) for key in ("head", "dense", "ple")}
-        overrides = {key: None if value == AUTO else str(value) for key, value in given.items()}
+        overrides: dict[str, Any] = {key: None if value == AUTO else str(value) for key, value in given.items()}
+        overrides |= synthetic_counts(config)
         return preset_geometry(config.model.name, config.quant.name, **overrides)
     path = Path(config.model.path).expanduser() if config.model.path else builtin_model_path(seed=config.model.seed)
     with open_gguf(path) as file:
         return Geometry.from_gguf(file)
+
+
+def synthetic_counts(config: RunConfig) -> dict[str, int | None]:
+    """Return the counts that the settings give a synthetic model, as `preset_geometry` takes them."""
+    model = config.model
+    given = {"num_layers": model.layers, "num_experts": model.experts}
+    return {key: None if count == AUTO else int(count) for key, count in given.items()}
 
 
 def profile_of(config: RunConfig) -> Profile:
@@ -370,6 +380,9 @@ def _xla_request(config: RunConfig, inputs: SimInputs) -> PlanRequest:
         (request.prompt_tokens + request.output_tokens + CONTEXT_SLACK for request in inputs.requests), default=None
     )
     card = inputs.card
+    kernels, _ = choose_kernels(
+        config.engine.kernels.name, inputs.geometry, on_gpu=True, spec_window=config.spec.window
+    )
     return PlanRequest(
         context_cells=_integer(config.model.max_context),
         workload_cells=need,
@@ -383,6 +396,7 @@ def _xla_request(config: RunConfig, inputs: SimInputs) -> PlanRequest:
         reserve_bytes=reserve_mib(config) * MIB,
         host_budget_bytes=card.ram_bytes if card.ram_available_bytes is None else card.ram_available_bytes,
         shared_memory=False,
+        expert_kernels=kernels,
         ranking=inputs.ranking,
     )
 

@@ -147,7 +147,7 @@ def shape_for(preset: str, overrides: Mapping[str, object] | None = None) -> Mod
             )
     sizes: dict[str, Any] = dict(overrides or {})
     shape = replace(PRESETS[preset], **sizes)
-    _check(shape)
+    check_shape(shape)
     return shape
 
 
@@ -187,7 +187,8 @@ def _splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-def _check(shape: ModelShape) -> None:
+def check_shape(shape: ModelShape) -> None:
+    """Raise one ConfigError that names every pair of sizes that cannot both be."""
     problems: list[str] = []
     widths = shape.expert_width
     if not isinstance(widths, int) and len(widths) != shape.num_blocks:

@@ -24,7 +24,7 @@ _SCALE: dict[Kind, float] = {"conv": 0.5, "embedding": 0.7, "gamma": 0.1}
 _DECAY_RANGE = (0.05, 8.0)  # -ssm_a, log-uniform: half-lives from one token to hundreds
 _TIME_BIAS_RANGE = (-3.0, 1.0)
 
-_SUBLAYER_OUTPUTS = (
+SUBLAYER_OUTPUTS = (
     "attn_output.weight",
     "ssm_out.weight",
     "ffn_down_exps.weight",
@@ -85,7 +85,7 @@ def tensor_values(spec: TensorSpec, shape: ModelShape, seed: int, echo_mtp: floa
     if spec.name.endswith("nextn.enorm.weight"):
         return np.ones(spec.shape, np.float32)
     values = _draw(spec.name, spec.shape, spec.kind, seed)
-    return values * np.float32(echo_mtp) if spec.name.endswith(_SUBLAYER_OUTPUTS) else values
+    return values * np.float32(echo_mtp) if spec.name.endswith(SUBLAYER_OUTPUTS) else values
 
 
 def _draw(name: str, shape: tuple[int, ...], kind: Kind, seed: int) -> np.ndarray:
@@ -95,14 +95,15 @@ def _draw(name: str, shape: tuple[int, ...], kind: Kind, seed: int) -> np.ndarra
         return -np.exp(rng.uniform(np.log(low), np.log(high), shape)).astype(np.float32)
     if kind == "time_bias":
         return rng.uniform(*_TIME_BIAS_RANGE, shape).astype(np.float32)
-    if kind == "vector":
-        scale = 1.0 / shape[-1] ** 0.5
-    elif kind in _ROW_SCALE:
-        scale = _ROW_SCALE[kind] / shape[-1] ** 0.5
-    else:
-        scale = _SCALE[kind]
-    noise = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+    noise = rng.standard_normal(shape, dtype=np.float32) * np.float32(value_scale(kind, shape[-1]))
     return 1 + noise if kind == "gamma" else noise
+
+
+def value_scale(kind: Kind, row_length: int) -> float:
+    """Return the standard deviation of a tensor's values (of gammas: around 1)."""
+    if kind == "vector":
+        return 1.0 / row_length**0.5
+    return _ROW_SCALE[kind] / row_length**0.5 if kind in _ROW_SCALE else _SCALE[kind]
 
 
 def _block(shape: ModelShape, layer: int, fused_experts: bool) -> Iterator[TensorSpec]:

@@ -75,7 +75,7 @@ def check_plan(plan: dict[str, Any]) -> None:
 
 
 def test_a_card_that_is_large_enough_with_the_policies_only(run_here: Callable[..., Finished], path: Path) -> None:
-    fixed = (f"model.path={path}", *CARD, "cache.slots=40", "pipeline=plan")
+    fixed = (f"model.path={path}", *CARD, "cache.slots=39", "pipeline=plan")
     run_here("policy=all", *fixed, directory="on")
     with pytest.raises(DoesNotFit, match="too few"):
         run_here("policy=baseline", *fixed, directory="off")

@@ -17,6 +17,8 @@ float32. Rows that no call fills are as the caller made them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -40,6 +42,8 @@ __all__ = [
     "tile_map",
 ]
 
+BACKENDS = ("reference", "triton")
+
 
 def grouped_swiglu(
     u: jax.Array,
@@ -50,6 +54,9 @@ def grouped_swiglu(
     layout: ExpertLayout,
     out: jax.Array,
     blocks: Blocks,
+    *,
+    backend: str | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """Apply gate and up of each tile's expert to its rows: silu(gate x) * (up x).
 
@@ -57,20 +64,22 @@ def grouped_swiglu(
         u: bf16[T, E], the tokens.
         token_of: i32[P + pad] with pad >= blocks.rows.
         out: bf16[P + pad, F]; rows of other experts and of the padding keep what they hold.
+        backend: ``"reference"`` or ``"triton"``; None = Triton on CUDA, the reference elsewhere.
+        interpret: run the Triton kernel in Pallas' interpreter, on any device.
 
     Raises:
-        ValueError: shapes that do not fit, named.
+        ValueError: shapes that do not fit, named, or `backend` is unknown.
     """
     parts = PlanePart(layout.gate, layout.firsts[0]), PlanePart(layout.up, layout.firsts[1])
     _check(layout, layout.gate, words, u.shape[1], token_of.shape[0], out, blocks.swiglu.rows)
 
     def kernel() -> jax.Array:
-        return triton.swiglu(u, token_of, tiles, words, lines, parts, out, blocks)
+        return triton.swiglu(u, token_of, tiles, words, lines, parts, out, blocks, interpret)
 
     def plain() -> jax.Array:
         return reference.swiglu(u, token_of, tiles, words, lines, parts, out, blocks.rows)
 
-    return jax.lax.platform_dependent(cuda=kernel, default=plain)
+    return _on(backend, kernel, plain)
 
 
 def grouped_down(
@@ -81,22 +90,27 @@ def grouped_down(
     layout: ExpertLayout,
     out: jax.Array,
     blocks: Blocks,
+    *,
+    backend: str | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """Apply the down matrix of each tile's expert to its rows of ``h: bf16[P + pad, F]``, into ``out: [P + pad, E]``.
 
+    Other arguments as of `grouped_swiglu`.
+
     Raises:
-        ValueError: shapes that do not fit, named.
+        ValueError: as `grouped_swiglu`.
     """
     part = PlanePart(layout.down, layout.firsts[2])
     _check(layout, layout.down, words, h.shape[1], h.shape[0], out, blocks.down.rows)
 
     def kernel() -> jax.Array:
-        return triton.down(h, tiles, words, lines, part, out, blocks)
+        return triton.down(h, tiles, words, lines, part, out, blocks, interpret)
 
     def plain() -> jax.Array:
         return reference.down(h, tiles, words, lines, part, out, blocks.rows)
 
-    return jax.lax.platform_dependent(cuda=kernel, default=plain)
+    return _on(backend, kernel, plain)
 
 
 def combine(y: jax.Array, row_of: jax.Array, weights: jax.Array) -> jax.Array:
@@ -105,6 +119,14 @@ def combine(y: jax.Array, row_of: jax.Array, weights: jax.Array) -> jax.Array:
     for i in range(row_of.shape[1]):
         total = total + weights[:, i, None] * y[row_of[:, i]].astype(jnp.float32)
     return total
+
+
+def _on(backend: str | None, kernel: Callable[[], jax.Array], plain: Callable[[], jax.Array]) -> jax.Array:
+    if backend is None:
+        return jax.lax.platform_dependent(cuda=kernel, default=plain)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; known: {', '.join(BACKENDS)}")
+    return kernel() if backend == "triton" else plain()
 
 
 def _check(

@@ -32,6 +32,15 @@ added to each weight of an item, or None:  weight = code * scale + offset.
 
 from __future__ import annotations
 
+from strata_jax.gguf.planes import (
+    ITEM,
+    MAX_TILE_ROWS,
+    PLANE_TYPES,
+    Field,
+    PlaneLayout,
+    plane_layout,
+    word_address,
+)
 from strata_jax.kernels.planes.decode import (
     Load,
     Lookup,
@@ -42,15 +51,6 @@ from strata_jax.kernels.planes.decode import (
     decode_tile,
     load_fields,
     lookup_table,
-)
-from strata_jax.kernels.planes.layout import (
-    ITEM,
-    MAX_TILE_ROWS,
-    PLANE_TYPES,
-    Field,
-    PlaneLayout,
-    plane_layout,
-    word_address,
 )
 from strata_jax.kernels.planes.repack import from_planes, to_planes
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strata_jax.gguf.planes import ITEM, PlaneLayout
 from strata_jax.kernels.dequant import grids
-from strata_jax.kernels.planes.layout import ITEM, PlaneLayout
 
 Load = Callable[[jax.Array], jax.Array]
 """i32[J], words of the row string -> u32[J, R]."""

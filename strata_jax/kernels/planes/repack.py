@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from strata_jax.gguf.blocks import block_type
-from strata_jax.kernels.planes.layout import PlaneLayout, Source, sources
+from strata_jax.gguf.planes import PlaneLayout, Source, sources
 
 _CHUNK_BYTES = 2**20
 

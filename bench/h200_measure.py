@@ -1,0 +1,277 @@
+"""What `h200.py` measures: roofs, prompts, rounds, logits; each returns the numbers of one row."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strata_jax.memory.sizes import model_sizes
+
+if TYPE_CHECKING:
+    from strata_jax.engine.engine import Engine
+    from strata_jax.synthetic.full import SyntheticModel
+
+COPY_WORDS = 2**26  # 256 MiB
+LAUNCHES = 400
+PRODUCT = (8192, 2560, 1280)
+
+
+def times_of(call: Callable[[], Any], repeats: int = 20) -> list[float]:
+    """Seconds of each call after two."""
+    import jax
+
+    found = []
+    for i in range(repeats + 2):
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        if i >= 2:
+            found.append(time.perf_counter() - started)
+    return found
+
+
+def spread(seconds: Sequence[float], name: str = "ms") -> dict[str, Any]:
+    """Median, range and count, in milliseconds."""
+    ms = [1000 * s for s in seconds]
+    return {name: statistics.median(ms), f"{name}_min": min(ms), f"{name}_max": max(ms), "runs": len(ms)}
+
+
+def _rate(seconds: Sequence[float], amount: float, name: str) -> dict[str, Any]:
+    return {name: amount / statistics.median(seconds), **spread(seconds)}
+
+
+def hbm_roof() -> dict[str, Any]:
+    """Device memory: bytes read and written by a copy."""
+    import jax
+    import jax.numpy as jnp
+
+    data, step = jnp.arange(COPY_WORDS, dtype=jnp.uint32), jax.jit(lambda x: x + jnp.uint32(1))
+    return _rate(times_of(lambda: step(data)), 2 * data.nbytes / 1e9, "hbm_gb_s")
+
+
+def link_roof() -> dict[str, Any]:
+    """Pinned host memory to the device."""
+    import jax
+
+    from strata_jax.engine.engine import bank_sharding
+
+    host = jax.device_put(np.arange(COPY_WORDS, dtype=np.uint32), bank_sharding())
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    # a jitted copy: `device_put` of an array that is there already would copy nothing
+    copy = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device) + np.uint32(1), out_shardings=there)
+    return _rate(times_of(lambda: copy(host)), host.nbytes / 1e9, "link_gb_s")
+
+
+def product_roof() -> dict[str, Any]:
+    """XLA's own bf16 product at the size of a chunk's."""
+    import jax
+    import jax.numpy as jnp
+
+    m, k, n = PRODUCT if jax.default_backend() == "gpu" else (64, 64, 64)  # a CPU only shows that the script works
+    a, b = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate([(m, k), (k, n)]))
+    many = jax.jit(lambda a, b: [a @ (b * (i + 1)) for i in range(8)])
+    return _rate(times_of(lambda: many(a, b)), 8 * 2 * m * k * n / 1e12, "bf16_tflops") | {"shape": (m, k, n)}
+
+
+def launch_roof() -> dict[str, Any]:
+    """What one more small kernel costs in a program that runs one after the other."""
+    import jax
+    import jax.numpy as jnp
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(LAUNCHES):
+            x = jnp.roll(x, 1) * 1.0001
+            x = jax.lax.optimization_barrier(x)
+        return x
+
+    step, x = jax.jit(chain), jnp.ones(2560)
+    seconds = times_of(lambda: step(x))
+    return {"launch_us": 1e6 * statistics.median(seconds) / LAUNCHES, "launches": LAUNCHES, **spread(seconds)}
+
+
+def zero_copy_roof(bank: Any, num_experts: int) -> dict[str, Any]:
+    """Some experts of a block, other ones each time, copied from host memory by one kernel; nothing is decoded."""
+    import jax
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plt
+
+    run, count = 4096, bank.shape[1] // 4096
+
+    def kernel(ids: Any, words: Any, out: Any) -> None:
+        i, j = pl.program_id(0), pl.program_id(1)
+        out[j, pl.ds(i * run, run)] = words[ids[j], pl.ds(i * run, run)]
+
+    copy = pl.pallas_call(
+        kernel, grid=(count, num_experts), in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        out_shape=jax.ShapeDtypeStruct((num_experts, run * count), np.uint32),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+    )  # fmt: skip
+    fn = jax.jit(copy, in_shardings=(None, bank.sharding))
+    order = np.random.default_rng(0).permutation(bank.shape[0]).astype(np.int32)
+    picks = [jax.numpy.asarray(np.roll(order, -num_experts * i)[:num_experts]) for i in range(8)]
+    turn = iter(range(10**9))
+    seconds = times_of(lambda: fn(picks[next(turn) % 8], bank))
+    return _rate(seconds, num_experts * run * count * 4 / 1e9, "zero_copy_gb_s") | {"experts": num_experts}
+
+
+class Bounds:
+    """What the hardware needs at least, from the roofs of the same process."""
+
+    def __init__(self, engine: Engine, model: SyntheticModel, hbm_gb_s: float, link_gb_s: float, bf16_tflops: float
+                 ) -> None:  # fmt: skip
+        self.engine, self.odds = engine, model.odds
+        self.hbm, self.link, self.flops = 1e9 * hbm_gb_s, 1e9 * link_gb_s, 1e12 * bf16_tflops
+        self.blobs = np.array(model_sizes(engine.geometry).blobs[: len(engine.banks)])
+        sizes = model_sizes(engine.geometry)
+        self.dense, self.drafter, self.head = sizes.dense_bytes, sizes.drafter_bytes, sizes.head_bytes
+
+    def resident(self) -> np.ndarray:
+        """bool[L', X]."""
+        return self.engine.residency.slot_of >= 0
+
+    def chunk_s(self, num_tokens: int) -> dict[str, float]:
+        """The expected bytes of missing experts that a chunk uses, and its products with experts and dense weights."""
+        g = self.engine.geometry
+        used = 1 - (1 - self.odds) ** num_tokens  # of each expert, the same in every block
+        missing = float(np.sum((~self.resident()) * used[None, :] * self.blobs[:, None]))
+        expert = sum(3 * g.embed_width * width for width in g.expert_width[: len(self.engine.banks)])
+        dense = sum(
+            t.num_parameters for t in g.tensor_types.values()
+            if t.component not in ("token_embd", "output", "PLE table", "routed experts", "MTP experts")
+        )  # fmt: skip
+        flops = 2 * num_tokens * (g.num_experts_used * expert + dense)
+        return {"stream_s": missing / self.link, "compute_s": flops / self.flops}
+
+    def round_s(self, uses: np.ndarray, num_drafts: int) -> dict[str, float]:
+        """Bytes of a round: each expert that it uses once, from where it is; dense weights, and the head again for
+        every draft."""
+        used = uses > 0
+        hits = float(np.sum((used & self.resident()) * self.blobs[:, None]))
+        misses = float(np.sum((used & ~self.resident()) * self.blobs[:, None]))
+        dense = self.dense + (self.drafter if num_drafts else 0) + (1 + num_drafts) * self.head
+        return {
+            "hit_bytes": hits, "miss_bytes": misses, "dense_bytes": dense,
+            "bound_s": (hits + dense) / self.hbm + misses / self.link,
+        }  # fmt: skip
+
+
+def prompt_row(engine: Engine, bounds: Bounds, tokens: list[int], repeats: int) -> dict[str, Any]:
+    """Read a prompt several times; the first reading compiles and does not count."""
+    from strata_jax.engine.session import Session
+
+    compiled, chunk, totals = engine.programs.compile_s, engine.plan.chunk_tokens, []
+    lookups = hits = 0
+    for i in range(repeats + 1):
+        records: list[Any] = []
+        Session(engine, on_chunk=records.append).prefill(tokens)
+        if i:
+            totals.append(sum(r.seconds for r in records))
+            lookups, hits = sum(r.lookups for r in records), sum(r.hits for r in records)
+    limits = bounds.chunk_s(chunk)
+    floor = max(limits.values()) * len(tokens) / chunk
+    median = statistics.median(totals)
+    return {
+        **spread(totals), "tokens": len(tokens), "tok_s": len(tokens) / median, "hit_rate": hits / lookups,
+        "bound_tok_s": len(tokens) / floor, "share_of_bound": floor / median,
+        "bound_by": max(limits, key=lambda name: limits[name]), **{f"chunk_{k}": v for k, v in limits.items()},
+        "compile_s": engine.programs.compile_s - compiled,
+    }  # fmt: skip
+
+
+def decode_row(engine: Engine, bounds: Bounds, tokens: list[int], num_tokens: int, slots: int, rounds: int
+               ) -> dict[str, Any]:  # fmt: skip
+    """Rounds that keep every row (the tokens are forced), with only the first slots filled.
+
+    Windows of more than one token are followed by the drafts of the next one, as in a run.
+    """
+    from strata_jax.engine.experts import no_counts
+    from strata_jax.engine.sampler import sampling_arrays
+    from strata_jax.engine.session import Session
+    from strata_jax.sampling import Sampling
+
+    whole, compiled = engine.residency, engine.programs.compile_s
+    engine.publish(whole.evicted(range(slots, whole.num_slots)))
+    try:
+        session = Session(engine, count_uses=True)
+        session.prefill(tokens)
+        drafts = 0 if num_tokens == 1 else engine.plan.spec_window - 1
+        following = engine.file.next_tokens()
+        how, text = sampling_arrays(Sampling()), [tokens[-1]]
+        for _ in range((rounds + 3) * num_tokens + 1):
+            text.append(int(following[text[-1]]))
+        records, floors = [], []
+        if drafts:
+            session._first_window(text[1], drafts, 0.0)
+        for i in range(rounds + 3):
+            first = 1 + i * num_tokens
+            window, forced = text[first : first + num_tokens], text[first + 1 : first + num_tokens + 1]
+            record, *_ = session._round(window, forced, how, 0.0, drafts, no_counts())
+            if len(record.emitted) != num_tokens:
+                raise RuntimeError(f"a round kept {len(record.emitted)} of {num_tokens} rows")
+            if i >= 3:
+                records.append(record)
+                floors.append(bounds.round_s(record.uses, drafts))
+    finally:
+        engine.publish(whole)
+    ms, floor = spread([r.seconds for r in records]), {k: statistics.mean(f[k] for f in floors) for k in floors[0]}
+    lookups = sum(r.lookups for r in records)
+    return {
+        **ms, "hit_rate": sum(r.hits for r in records) / lookups, "tok_s": 1000 * num_tokens / ms["ms"],
+        "bound_ms": 1000 * floor["bound_s"], "share_of_bound": 1000 * floor["bound_s"] / ms["ms"],
+        "context": len(session.tokens), "drafts": drafts, **{k: v for k, v in floor.items() if k != "bound_s"},
+        "compile_s": engine.programs.compile_s - compiled,
+    }  # fmt: skip
+
+
+def compared(engine: Engine, model: SyntheticModel, forced: int, mine: Path, other: Path | None) -> dict[str, Any]:
+    """Logits after a chunk and after forced tokens, written to a file and compared with those of another one."""
+    from strata_jax.engine.session import Session
+
+    compiled, started = engine.programs.compile_s, time.perf_counter()
+    tokens = model.topic_tokens(0, engine.plan.chunk_tokens, seed=7)
+    session = Session(engine)
+    rows = [session.prefill(tokens)[0]]
+    following, token = model.next_tokens(), tokens[-1]
+    text = []
+    for _ in range(forced):
+        token = int(following[token])
+        text.append(token)
+    records = list(session.force(text))
+    logits = np.stack([*rows, *(scores for _, scores in records)])
+    np.savez(mine, logits=logits)
+    row: dict[str, Any] = {
+        "finite": bool(np.isfinite(logits).all()), "std": float(logits.std()), "rows": len(logits),
+        "hit_rate": sum(r.hits for r, _ in records) / sum(r.lookups for r, _ in records),
+        "compile_s": engine.programs.compile_s - compiled,
+        "run_s": time.perf_counter() - started - (engine.programs.compile_s - compiled),
+    }  # fmt: skip
+    if other is not None and other.exists():
+        with np.load(other) as file:
+            theirs = file["logits"]
+        apart = np.abs(logits - theirs).max(axis=1)
+        row |= {
+            "max_difference": float(apart.max()), "after_chunk": float(apart[0]),
+            "largest_logit": float(np.abs(logits).max()),
+            "same_best": float(np.mean(logits.argmax(1) == theirs.argmax(1))),
+        }  # fmt: skip
+    return row
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    head = f"{row['vram_mib']:>6} MiB {row['kernels']:>9} {row['what']:<28}"
+    if "error" in row:
+        return f"{head} FAILED {row['error'][:160]}"
+    names = (
+        "s", "bank_gb", "hbm_gb_s", "link_gb_s", "bf16_tflops", "launch_us", "zero_copy_gb_s", "slots", "hit_rate",
+        "ms", "ms_min", "ms_max", "runs", "tok_s", "bound_tok_s", "bound_ms", "share_of_bound", "bound_by", "finite",
+        "max_difference", "after_chunk", "std", "same_best", "planned_bytes", "found_bytes", "peak_bytes",
+        "planned_peak_bytes", "compile_s",
+    )  # fmt: skip
+    shown = (f"{n}={row[n]:.4g}" if isinstance(row[n], float) else f"{n}={row[n]}" for n in names if n in row)
+    return f"{head} {' '.join(shown)}"
