@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -228,6 +229,7 @@ def test_an_interrupted_run_leaves_what_it_had(small_model: Path, environment: d
             "prefill.chunk=64", PROMPT, f"workload.forced_token_ids={forced}",
         ],
         cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )  # fmt: skip
     assert process.stdout is not None
     piece = Tokenizer.from_gguf(open_gguf(small_model).metadata).token_bytes(70)
