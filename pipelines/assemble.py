@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,11 +30,11 @@ from strata_jax.memory.plan import MemoryPlan, try_plan
 from strata_jax.memory.request import AUTO_CHUNK_MAX_TOKENS, PlanRequest
 from strata_jax.memory.table import plan_text
 from strata_jax.memory.unfit import Unfit
+from strata_jax.preset_settings import geometry_of_preset, synthetic_counts
 from strata_jax.presets import model_shape
 from strata_jax.report.progress import slow_step
 from strata_jax.report.record import RunRecord
 from strata_jax.runtime import describe_target, device_budget_bytes, start_jax
-from strata_jax.sim.setup import geometry_of, synthetic_counts
 from strata_jax.synthetic import builtin_model_path
 from strata_jax.synthetic.full import NOTE, SyntheticModel
 from strata_jax.synthetic.routing import RoutingSkew
@@ -82,7 +82,7 @@ def open_model(config: RunConfig) -> tuple[WeightSource, Geometry]:
 def _synthetic_model(config: RunConfig) -> tuple[WeightSource, Geometry]:
     model, zipf = config.model, config.model.routing.zipf
     skew = RoutingSkew(None if zipf == AUTO else float(zipf), model.routing.drift)
-    geometry = geometry_of(config)
+    geometry = geometry_of_preset(config)
     source = SyntheticModel(model_shape(model.name, **synthetic_counts(config)), geometry, skew, model.seed)
     print(f"{geometry.name}: {NOTE}; routing: {skew.text()}")
     return source, geometry
@@ -149,10 +149,7 @@ def make_plan(
         host_budget_bytes=hardware.ram_budget_bytes,
         shared_memory=hardware.gpu is None,
         expert_kernels=kernels,
-        moving=replace(
-            moving_memory(config, geometry, _given(config.model.max_context) or need),
-            resident_cells=config.kv.resident_cells,
-        ),
+        moving=moving_memory(config, geometry, _given(config.model.max_context) or need),
         ranking=given_ranking(config, record),
     )
     made = try_plan(geometry, request)

@@ -35,6 +35,7 @@ def moving_memory(config: RunConfig, geometry: Geometry, context_cells: int | No
         head_alias=config.policy.head_alias.enabled is True,
         grow_init_cells=init,
         floor_slots=0 if not grows else floor if grow.floor_slots == AUTO else int(grow.floor_slots),
+        resident_cells=config.kv.resident_cells,
         elastic_bytes=elastic.segment_mib * MIB if elastic.enabled else 0,
         conversation_bytes=int(config.conversation.budget_mib) * MIB,
         checkpoints=int(config.conversation.prompt_cache.checkpoints),

@@ -46,10 +46,8 @@ def slid(now: Residency, live_cells: int, end: int) -> Slide | None:
         raise ValueError(
             f"cells {live_cells:,} to {end:,} are to be written; the window has {size} pages of {cells} cells"
         )
-    new = max(0, last - size)
-    forward, live = new > old, now.layout.groups(live_cells)
-    leaving = _outside(range(old, old + size), range(new, new + size))
-    coming = _outside(range(new, new + size), range(old, old + size))
+    leaving, coming = _changes(now, end)
+    forward, live = coming[0] > old, now.layout.groups(live_cells)
     groups = np.array([group for group in (leaving if forward else coming) if group < live], np.int64)
     moved = now.with_window(leaving, coming)
     places = (now if forward else moved).kv_pages[:, groups]
@@ -59,11 +57,12 @@ def slid(now: Residency, live_cells: int, end: int) -> Slide | None:
 
 def window_before(now: Residency, end: int) -> Residency:
     """Return the tables with the window over the last cells before ``end``, whatever is in it."""
+    return now.with_window(*_changes(now, end))
+
+
+def _changes(now: Residency, end: int) -> tuple[list[int], list[int]]:
+    """The groups that leave and that come if the window is to end with the last cell before ``end``."""
     size, old = now.mapped_groups, now.first_group
     new = max(0, now.layout.groups(end) - size)
     here, there = range(old, old + size), range(new, new + size)
-    return now.with_window(_outside(here, there), _outside(there, here))
-
-
-def _outside(groups: range, others: range) -> list[int]:
-    return [group for group in groups if group not in others]
+    return [group for group in here if group not in there], [group for group in there if group not in here]

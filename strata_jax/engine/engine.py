@@ -195,6 +195,13 @@ class Engine:
             raise RuntimeError("the output head is unloaded")
         return self.weights.head
 
+    def stop_if_lost(self, what: str, error: BaseException) -> None:
+        """After a failure of ``what``: nothing can run any more if it has taken an array of the arena or the store."""
+        if any(array.is_deleted() for array in self.arrays):
+            self.stopped = f"{what} failed and left no arena ({error})"
+        if self.cell_store is not None and self.cell_store.is_deleted():
+            self.stopped = f"{what} failed and left no K/V in host memory ({error})"
+
     def check_running(self) -> None:
         """Raise RuntimeError if the engine has stopped."""
         if self.stopped is not None:

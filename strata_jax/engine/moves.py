@@ -328,10 +328,7 @@ class Mover:
         try:
             yield job
         except BaseException as error:
-            if any(array.is_deleted() for array in engine.arrays):
-                engine.stopped = f"{kind} failed and left no arena ({error})"
-            if engine.cell_store is not None and engine.cell_store.is_deleted():
-                engine.stopped = f"{kind} failed and left no K/V in host memory ({error})"
+            engine.stop_if_lost(kind, error)
             raise
         seconds = time.perf_counter() - job.started_s
         now = engine.bytes_in_use()

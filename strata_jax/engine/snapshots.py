@@ -313,9 +313,6 @@ def _overwriting(session: Session) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if engine.arena.is_deleted():
-            engine.stopped = f"{MoveKind.RESTORE} failed and left no arena ({error})"
-        if engine.cell_store is not None and engine.cell_store.is_deleted():
-            engine.stopped = f"{MoveKind.RESTORE} failed and left no K/V in host memory ({error})"
+        engine.stop_if_lost(MoveKind.RESTORE, error)
         raise
     engine.owner = session

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from strata_jax.config.cache import NO_RANKING
 from strata_jax.config.checks import auto_limit
@@ -36,7 +35,7 @@ from strata_jax.policies.policy import AdaptSettings, PolicyParameters
 from strata_jax.policies.policy import Compat as PolicyCompat
 from strata_jax.policies.prompt_segments import CheckpointRule
 from strata_jax.policies.stack import PolicyStack, policy_stack
-from strata_jax.presets import preset_geometry
+from strata_jax.preset_settings import geometry_of_preset
 from strata_jax.sim.compat import allowed_request
 from strata_jax.sim.executor import CONTEXT_SLACK
 from strata_jax.sim.longest import LongestRequest
@@ -186,20 +185,10 @@ def complete_setup(config: RunConfig, inputs: SimInputs, plan: StrataPlan) -> Si
 def geometry_of(config: RunConfig) -> Geometry:
     """Return the geometry of a preset, or of a model file from its header."""
     if is_preset(config):
-        given = {key: getattr(config.quant, key) for key in ("head", "dense", "ple")}
-        overrides: dict[str, Any] = {key: None if value == AUTO else str(value) for key, value in given.items()}
-        overrides |= synthetic_counts(config)
-        return preset_geometry(config.model.name, config.quant.name, **overrides)
+        return geometry_of_preset(config)
     path = Path(config.model.path).expanduser() if config.model.path else builtin_model_path(seed=config.model.seed)
     with open_gguf(path) as file:
         return Geometry.from_gguf(file)
-
-
-def synthetic_counts(config: RunConfig) -> dict[str, int | None]:
-    """Return the counts that the settings give a synthetic model, as `preset_geometry` takes them."""
-    model = config.model
-    given = {"num_layers": model.layers, "num_experts": model.experts}
-    return {key: None if count == AUTO else int(count) for key, count in given.items()}
 
 
 def profile_of(config: RunConfig) -> Profile:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -29,6 +28,11 @@ PROMPT_IDS = [11, 204, 33, 480, 7, 7, 92, 310, 41, 5]
 COMMON = ("prefill.chunk=64", "model.max_context=256", "kv.type=f32")
 PROMPT = f"workload.token_ids=[{','.join(map(str, PROMPT_IDS))}]"
 OUTPUT = "workload.max_output_tokens=24"
+# A shell's background job ignores SIGINT, and so does what it starts; run what follows with the default again.
+INTERRUPTIBLE = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
 
 
 def ids(tokens: list[int]) -> str:
@@ -225,11 +229,10 @@ def test_an_interrupted_run_leaves_what_it_had(small_model: Path, environment: d
     forced = ids([70] * 3000)
     process = subprocess.Popen(
         [
-            sys.executable, str(REPOSITORY / "run.py"), "hydra.run.dir=run", f"model.path={small_model}",
-            "prefill.chunk=64", PROMPT, f"workload.forced_token_ids={forced}",
+            sys.executable, "-c", INTERRUPTIBLE, str(REPOSITORY / "run.py"), "hydra.run.dir=run",
+            f"model.path={small_model}", "prefill.chunk=64", PROMPT, f"workload.forced_token_ids={forced}",
         ],
         cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )  # fmt: skip
     assert process.stdout is not None
     piece = Tokenizer.from_gguf(open_gguf(small_model).metadata).token_bytes(70)

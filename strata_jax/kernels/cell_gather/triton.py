@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+
+from strata_jax.kernels.launch import launch
 
 MAX_BLOCK_WORDS, MIN_BLOCK_WORDS = 1024, 128
 PROGRAMS_WANTED = 256  # about two for each multiprocessor of a large GPU
@@ -62,14 +63,8 @@ def gather_runs(
     """See `strata_jax.kernels.cell_gather.gather_runs`."""
     num_runs = page.size
     block = block_words(num_runs, num_words)
-    call = pl.pallas_call(
-        partial(_copy_part, block=block, num_words=num_words),
-        grid=(num_runs, -(-num_words // block)),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 5,
-        out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        out_shape=jax.ShapeDtypeStruct((num_runs, num_words), jnp.uint32),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-    )
+    kernel = partial(_copy_part, block=block, num_words=num_words)
+    out = jax.ShapeDtypeStruct((num_runs, num_words), jnp.uint32)
+    call = launch(kernel, (num_runs, -(-num_words // block)), out, num_warps=4, interpret=interpret)
     flat = (x.reshape(-1).astype(jnp.int32) for x in (page, row, first_word))
     return call(arena, store, *flat).reshape(*page.shape, num_words)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from strata_jax.kernels.backend import on_backend
 from strata_jax.kernels.expert_gemv import reference
 from strata_jax.kernels.expert_gemv.blocks import Blocks, LaunchBlocks, blocks_for
 from strata_jax.kernels.expert_gemv.layout import ExpertLayout, WindowPlan, expert_layout, pack_expert, plan_window
@@ -29,7 +30,6 @@ __all__ = [
 ]
 
 MAX_TOKENS = 8
-BACKENDS = ("reference", "triton")
 
 
 def expert_gemv(
@@ -67,8 +67,6 @@ def expert_gemv(
         ValueError: shapes or types do not fit, `blocks` do not divide the planes' tiles, or `backend` is unknown.
     """
     _check(u, ids, weights, arrays, bank, pages, layout)
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; known: {', '.join(BACKENDS)}")
     if blocks is not None:
         _check_blocks(blocks, layout.tile_rows)
 
@@ -82,12 +80,7 @@ def expert_gemv(
         plan = plan_window(ids, pages)
         return triton.expert_window(u, plan, weights, arrays, bank, pages, layout, found, interpret=interpret)
 
-    operands = (u, ids, weights, bank, pages)
-    if backend == "triton":
-        return on_triton(*operands)
-    if backend == "reference":
-        return in_jnp(*operands)
-    return jax.lax.platform_dependent(*operands, cuda=on_triton, default=in_jnp)
+    return on_backend(backend, on_triton, in_jnp, u, ids, weights, bank, pages)
 
 
 def _device_kind() -> str:

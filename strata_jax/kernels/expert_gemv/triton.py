@@ -27,6 +27,7 @@ from jax.experimental.pallas import triton as plt
 
 from strata_jax.kernels.expert_gemv.blocks import Blocks, LaunchBlocks
 from strata_jax.kernels.expert_gemv.layout import ExpertLayout, WindowPlan
+from strata_jax.kernels.launch import launch
 from strata_jax.kernels.planes import (
     ITEM,
     Load,
@@ -75,14 +76,12 @@ def gate_up(
     num_pairs = plan.token_of.shape[0]
     tables = [jnp.asarray(lookup_table(part.type_name)) for part in (layout.gate, layout.up)]
     kernel = partial(_gate_up_kernel, layout=layout, blocks=blocks, page_lines=arrays[0].shape[1] // layout.tile_rows)
-    return _call(
-        kernel,
-        (rows // blocks.rows, plan.experts.shape[0]),
-        jax.ShapeDtypeStruct((num_pairs, ITEM, rows // ITEM), jnp.float32),
-        (x, plan.experts, plan.first_row, plan.token_of, pages, *tables, bank, *_lines(arrays, layout.tile_rows)),
-        blocks,
-        interpret,
-    )
+    # the tile of rows is the fast axis: experts start in the order of the plan
+    grid = rows // blocks.rows, plan.experts.shape[0]
+    out = jax.ShapeDtypeStruct((num_pairs, ITEM, rows // ITEM), jnp.float32)
+    call = launch(kernel, grid, out, blocks.warps, interpret=interpret)
+    lines = _lines(arrays, layout.tile_rows)
+    return call(x, plan.experts, plan.first_row, plan.token_of, pages, *tables, bank, *lines)
 
 
 def down(
@@ -113,14 +112,9 @@ def down(
         page_lines=arrays[0].shape[1] // layout.tile_rows,
         max_tokens=max_tokens,
     )
-    return _call(
-        kernel,
-        (rows // blocks.rows, plan.experts.shape[0]),
-        jax.ShapeDtypeStruct((num_pairs, rows), jnp.float32),
-        (h, plan.experts, plan.first_row, pages, table, bank, *_lines(arrays, layout.tile_rows)),
-        blocks,
-        interpret,
-    )
+    grid = rows // blocks.rows, plan.experts.shape[0]  # as of `gate_up`
+    call = launch(kernel, grid, jax.ShapeDtypeStruct((num_pairs, rows), jnp.float32), blocks.warps, interpret=interpret)
+    return call(h, plan.experts, plan.first_row, pages, table, bank, *_lines(arrays, layout.tile_rows))
 
 
 def expert_window(
@@ -348,29 +342,6 @@ def _line_reader(
         return value
 
     return read
-
-
-# Launch --------------------------------------------------------------------------------------------------------------
-
-
-def _call(
-    kernel: Callable[..., None],
-    grid: tuple[int, int],
-    out: jax.ShapeDtypeStruct,
-    operands: Sequence[jax.Array],
-    blocks: LaunchBlocks,
-    interpret: bool,
-) -> jax.Array:
-    """Launch with the tile of rows as the fast axis: experts start in the order of the plan."""
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(operands),
-        out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        out_shape=out,
-        compiler_params=plt.CompilerParams(num_warps=blocks.warps, num_stages=1),
-        interpret=interpret,
-    )(*operands)
 
 
 def _lines(arrays: Sequence[jax.Array], tile_rows: int) -> list[jax.Array]:

@@ -17,11 +17,10 @@ float32. Rows that no call fills are as the caller made them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
+from strata_jax.kernels.backend import on_backend
 from strata_jax.kernels.expert_gemv.layout import ExpertLayout
 from strata_jax.kernels.grouped_matmul import reference, triton
 from strata_jax.kernels.grouped_matmul.blocks import Blocks, choose_blocks
@@ -41,8 +40,6 @@ __all__ = [
     "sort_pairs",
     "tile_map",
 ]
-
-BACKENDS = ("reference", "triton")
 
 
 def grouped_swiglu(
@@ -79,7 +76,7 @@ def grouped_swiglu(
     def plain() -> jax.Array:
         return reference.swiglu(u, token_of, tiles, words, lines, parts, out, blocks.rows)
 
-    return _on(backend, kernel, plain)
+    return on_backend(backend, kernel, plain)
 
 
 def grouped_down(
@@ -110,7 +107,7 @@ def grouped_down(
     def plain() -> jax.Array:
         return reference.down(h, tiles, words, lines, part, out, blocks.rows)
 
-    return _on(backend, kernel, plain)
+    return on_backend(backend, kernel, plain)
 
 
 def combine(y: jax.Array, row_of: jax.Array, weights: jax.Array) -> jax.Array:
@@ -119,14 +116,6 @@ def combine(y: jax.Array, row_of: jax.Array, weights: jax.Array) -> jax.Array:
     for i in range(row_of.shape[1]):
         total = total + weights[:, i, None] * y[row_of[:, i]].astype(jnp.float32)
     return total
-
-
-def _on(backend: str | None, kernel: Callable[[], jax.Array], plain: Callable[[], jax.Array]) -> jax.Array:
-    if backend is None:
-        return jax.lax.platform_dependent(cuda=kernel, default=plain)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; known: {', '.join(BACKENDS)}")
-    return kernel() if backend == "triton" else plain()
 
 
 def _check(

@@ -15,8 +15,9 @@ from jax.experimental.pallas import triton as plt
 
 from strata_jax.kernels.grouped_matmul.blocks import Blocks
 from strata_jax.kernels.grouped_matmul.tile_map import TileMap
+from strata_jax.kernels.launch import launch
 from strata_jax.kernels.planes import ITEM, lookup_table
-from strata_jax.kernels.quant_matmul.tiles import PlanePart, launch, product, row_loader, step_items, weight_tile
+from strata_jax.kernels.quant_matmul.tiles import PlanePart, product, row_loader, step_items, weight_tile
 
 Ref = Any
 

@@ -12,13 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from strata_jax.kernels.planes import ITEM, PlaneLayout, decode_tile, load_fields
 
 Ref = Any
-_ANY = pl.BlockSpec(memory_space=pl.ANY)
 _MATMUL_ITEMS = 4
 
 
@@ -89,29 +86,3 @@ def product(x: jax.Array, weights: jax.Array, *, swap: bool = False) -> jax.Arra
     if swap:
         return jax.lax.dot_general(weights, x, (((0,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return jax.lax.dot_general(x, weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    out: jax.ShapeDtypeStruct,
-    num_warps: int,
-    *,
-    in_place: bool = False,
-    interpret: bool = False,
-) -> Callable[..., jax.Array]:
-    """Return ``kernel`` as a call; ``in_place``: its last operand becomes its result."""
-
-    def call(*operands: jax.Array) -> jax.Array:
-        return pl.pallas_call(
-            kernel,
-            grid=grid,
-            in_specs=[_ANY] * len(operands),
-            out_specs=_ANY,
-            out_shape=out,
-            input_output_aliases={len(operands) - 1: 0} if in_place else {},
-            compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
-            interpret=interpret,
-        )(*operands)
-
-    return call

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from strata_jax.kernels.expert_gemv.blocks import LaunchBlocks
+from strata_jax.kernels.launch import launch
 from strata_jax.kernels.planes import (
     ITEM,
     decode_codes,
@@ -19,7 +20,7 @@ from strata_jax.kernels.planes import (
     lookup_table,
 )
 from strata_jax.kernels.quant_matmul.blocks import MatmulBlocks
-from strata_jax.kernels.quant_matmul.tiles import PlanePart, launch, product, row_loader, step_items, weight_tile
+from strata_jax.kernels.quant_matmul.tiles import PlanePart, product, row_loader, step_items, weight_tile
 
 Ref = Any
 
