@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hypothesis import settings
 
 from strata_jax.config import RunConfig
 from strata_jax.config.load import check_overrides, find_groups, register, to_config
@@ -21,6 +22,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 os.environ["XLA_FLAGS"] = with_free_early(os.environ.get("XLA_FLAGS", ""))
 MARKERS = ("cpu", "gpu")
+
+# The same examples in every run; `pytest --hypothesis-profile=explore` looks for new ones.
+settings.register_profile("explore")
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -457,6 +457,16 @@ class TestDoesNotFit:
             if given and value + step < given:
                 assert not kept(card, request, field, value + step)
 
+    def test_a_context_is_named_that_fits_although_the_next_shorter_one_does_not(self) -> None:
+        card = replace(BIG, vram_bytes=6_441_073_920)
+        request = StrataRequest(
+            version=Version.V0_1_35, context_cells=32_768, kv_type="f16", kv_resident_cells=0, chunk_tokens=1_000,
+            reserve_mib=0, borrow=False, own="on", head_alias=False, profile=False, mtp=False, vision=False,
+            token_graph=False, tier=ExpertTier.ARENA, conversation_budget=False, conversation_mib=0,
+        )  # fmt: skip
+        assert unfit(IQ3_XXS, card, request).largest_context == 1_024
+        assert [kept(card, request, "context_cells", cells) for cells in (768, 1_024, 1_280)] == [False, True, False]
+
     @settings(max_examples=25, deadline=None)
     @given(vram=st.integers(4 * GIB, 14 * GIB), request=REQUESTS)
     def test_nothing_fits_is_said_only_where_nothing_does(self, vram: int, request: StrataRequest) -> None:
