@@ -63,12 +63,14 @@ def load(path: Path, request: PlanRequest) -> Engine:
 def test_under_policies_a_ranking_moves_other_experts_and_no_bit(path: Path) -> None:
     policies = ("borrow", "kv_grow", "adaptive")
     ranking, sink = shuffled(NUM_BLOCKS, 1), Sink()
-    engine = load(path, replace(planned(path, policies).request, ranking=ranking, decided=()))
+    request = replace(planned(path, policies).request, spec_window=2, ranking=ranking, decided=())
+    engine = load(path, request)
     assert len(set(engine.plan.pages_per_expert)) == 3
     held = [engine.residency.expert_in(slot) for slot in range(engine.plan.expert_slots)]
     assert held == list(ranking.pairs[: engine.plan.expert_slots])
     runtime = Runtime.start(engine, settings_of(policies), rule=RULE, sink=sink, check=True, count_uses=True)
-    reference = Reference(load(path, PlanRequest(**REQUEST, expert_slots=NUM_BLOCKS * NUM_EXPERTS)))
+    roomy = PlanRequest(**REQUEST | {"spec_window": 2}, expert_slots=NUM_BLOCKS * NUM_EXPERTS)
+    reference = Reference(load(path, roomy))
     run = Run(runtime, reference)
     for ask in ASKS:
         run.serve(ask)

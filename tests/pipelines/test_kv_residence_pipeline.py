@@ -14,7 +14,7 @@ from tests.pipelines.conftest import SMALL, Finished
 
 RUN = (
     "workload.max_output_tokens=24", "workload.ignore_eos=true", "prefill.chunk=16",
-    "engine.page_kib=5", "kv.type=int8", "engine.check=true",
+    "engine.page_kib=5", "kv.type=int8", "engine.check=true", "spec.window=2",
 )  # fmt: skip
 
 

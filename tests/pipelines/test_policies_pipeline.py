@@ -18,7 +18,7 @@ SMALL: dict[str, object] = {"num_layers": 2, "full_attention_interval": 2, "ple_
 CARD = (
     "workload=conversations", "kv.type=int8", "hardware.vram_mib=4", "hardware.vram_reserve_mib=0", "prefill.chunk=32",
     "engine.page_kib=5", "kv.grow.floor_slots=6", "engine.check=true", "conversation.budget_mib=8",
-    "workload.max_output_tokens=8", "workload.ignore_eos=true",
+    "workload.max_output_tokens=8", "workload.ignore_eos=true", "spec.window=2",
 )  # fmt: skip
 OUTPUTS = [f"{name}.0" for name in ("main.0", "subagent_1.1", "main.2", "subagent_2.3", "second.4", "main.5")]
 
