@@ -27,7 +27,7 @@ from strata_jax.memory.expert_kernels import choose_kernels
 from strata_jax.memory.layout import KIB
 from strata_jax.memory.ledger import Memory, Phase
 from strata_jax.memory.plan import MemoryPlan, try_plan
-from strata_jax.memory.request import AUTO_CHUNK_MAX_TOKENS, PlanRequest
+from strata_jax.memory.request import AUTO_CHUNK_MAX_TOKENS, GPU_AUTO_CHUNK_MAX_TOKENS, PlanRequest
 from strata_jax.memory.table import plan_text
 from strata_jax.memory.unfit import Unfit
 from strata_jax.preset_settings import geometry_of_preset, synthetic_counts
@@ -134,11 +134,12 @@ def make_plan(
     kernels, kernel_notes = choose_kernels(
         config.engine.kernels.name, geometry, on_gpu=hardware.gpu is not None, spec_window=config.spec.window
     )
+    auto_max = AUTO_CHUNK_MAX_TOKENS if hardware.gpu is None else GPU_AUTO_CHUNK_MAX_TOKENS
     request = PlanRequest(
         context_cells=_given(config.model.max_context),
         workload_cells=need,
         chunk_tokens=_given(config.prefill.chunk),
-        chunk_auto_max=auto_limit(str(config.prefill.chunk)) or AUTO_CHUNK_MAX_TOKENS,
+        chunk_auto_max=auto_limit(str(config.prefill.chunk)) or auto_max,
         expert_slots=_given(config.cache.slots),
         page_bytes=None if config.engine.page_kib == AUTO else int(config.engine.page_kib) * KIB,
         kv_type=config.kv.type.name,

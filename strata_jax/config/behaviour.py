@@ -120,7 +120,7 @@ class CacheConfig:
 class PrefillConfig:
     chunk: int | str = setting(
         AUTO,
-        "prompt tokens computed at a time; auto: the largest that fits; auto:N: N at most",
+        "prompt tokens computed at a time; auto: the largest that fits, up to 8,192 (on a CPU: 512); auto:N: N at most",
         unit="tokens",
         low=1,
         high=65536,

@@ -15,12 +15,14 @@ from strata_jax.kv_types import KV_TYPES
 from strata_jax.memory.expert_kernels import PAGE_MULTIPLE_BYTES
 from strata_jax.memory.expert_ranking import ExpertRanking
 from strata_jax.memory.layout import KIB, MAX_WINDOW_TOKENS, MIN_PAGE_BYTES, WORD_BYTES
-from strata_jax.memory.ledger import Limit, Memory, Origin
+from strata_jax.memory.ledger import MIB, Limit, Memory, Origin
 from strata_jax.memory.sizes import ModelSizes
 from strata_jax.memory.slot_order import slot_order
 
 MIN_CONTEXT_CELLS = 8
-AUTO_CHUNK_MAX_TOKENS = 512
+# A GPU streams the experts of a chunk, which takes as long for any number of tokens; a CPU computes, and larger chunks
+# gain nothing there. 8,192 is what the original's auto tries at most (planning notes 2.6).
+AUTO_CHUNK_MAX_TOKENS, GPU_AUTO_CHUNK_MAX_TOKENS = 512, 8_192
 
 KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -28,6 +30,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "chunk_tokens": "prefill.chunk",
         "expert_slots": "cache.slots",
         "page_bytes": "engine.page_kib",
+        "stage_bytes": "prefill.stage_mib",
         "kv_type": "kv.type",
         "spec_window": "spec.window",
         "reserve_bytes": "hardware.vram_reserve_mib",
@@ -65,6 +68,8 @@ class MovingMemory:
         elastic_bytes: least size of segments of the expert cache that can be given back to the allocator; 0: none can.
         resident_cells: K/V cells of each attention layer on the device, all of them having a place in RAM; 0: no limit.
         conversation_bytes: RAM for parked conversations. checkpoints: stored states of each conversation.
+        replacement_decay: factor of use counts each round where rounds themselves replace experts, 0 for the least
+            recently used; None: they do not.
     """
 
     lend: bool = False
@@ -76,6 +81,7 @@ class MovingMemory:
     resident_cells: int = 0
     conversation_bytes: int = 0
     checkpoints: int = 0
+    replacement_decay: float | None = None
 
     @property
     def on_device(self) -> bool:
@@ -102,6 +108,7 @@ class PlanRequest:
         host_budget_bytes: RAM that may be taken; None leaves it unchecked.
         shared_memory: device memory is a part of the RAM, as on a CPU.
         expert_kernels: experts are held in planes and computed by kernels, in all blocks that have one.
+        stage_bytes: buffers through which a prompt's missing experts are copied ahead; 0: there are none.
         moving: what may change hands while the engine runs.
         ranking: experts in the order in which they get slots, which there cannot be more of; None: blocks take turns.
         decided: choices of an earlier plan; a value that is still the same keeps its origin and reason.
@@ -122,6 +129,7 @@ class PlanRequest:
     host_budget_bytes: int | None = None
     shared_memory: bool = False
     expert_kernels: bool = False
+    stage_bytes: int | None = None
     moving: MovingMemory = MovingMemory()
     ranking: ExpertRanking | None = None
     decided: tuple[Choice, ...] = ()
@@ -191,13 +199,14 @@ def check_request(request: PlanRequest, sizes: ModelSizes) -> None:
 
 def setting_text(field: str, value: int) -> str:
     """Return a setting as it is typed on the command line, in the unit of its key."""
-    return f"{KEYS[field]}={value // KIB if field == 'page_bytes' else value}"
+    unit = {"page_bytes": KIB, "stage_bytes": MIB}.get(field, 1)
+    return f"{KEYS[field]}={value // unit}"
 
 
 def _value_problems(r: PlanRequest) -> list[str]:
     problems: list[str] = []
     lows = {"context_cells": 1, "workload_cells": 1, "chunk_tokens": 1, "chunk_auto_max": 1, "expert_slots": 0}
-    lows |= {"device_budget_bytes": 0, "host_budget_bytes": 0, "reserve_bytes": 0}
+    lows |= {"device_budget_bytes": 0, "host_budget_bytes": 0, "reserve_bytes": 0, "stage_bytes": 0}
     for name, low in lows.items():
         value = getattr(r, name)
         if value is not None and value < low:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pipelines import assemble
+from strata_jax.config import RunConfig
+from strata_jax.hardware import GIB, Gpu, Hardware, describe_local
 from strata_jax.synthetic import write_synthetic_gguf
+from tests.pipelines.conftest import Finished
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -60,3 +66,16 @@ def test_a_plan_that_does_not_fit_is_an_outcome_and_leaves_the_sizes(model: Path
     assert plan["fits"] is False
     assert plan["shortfall_mib"] > 0
     assert plan["message"] in (tmp_path / "run" / "plan.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("gpu", "chunk_tokens"), [(Gpu("Some GPU", 16 * GIB, 16 * GIB), 4_096), (None, 512)], ids=str)
+def test_auto_tries_larger_chunks_where_a_gpu_streams_experts(
+    model: Path, run_here: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None, chunk_tokens: int
+) -> None:
+    def machine(config: RunConfig) -> Hardware:
+        return replace(describe_local(look_for_gpu=False), gpu=gpu, vram_bytes=16 * GIB)
+
+    monkeypatch.setattr(assemble, "describe_target", machine)
+    done = run_here("pipeline=plan", f"model.path={model}", "model.max_context=4096", "engine.kernels=reference")
+    plan = json.loads((done.directory / "plan.json").read_text(encoding="utf-8"))
+    assert plan["prefill"]["chunk_tokens"] == chunk_tokens
