@@ -2,10 +2,10 @@
 
 Held fixed: `synthetic_full` (random weights of the published shape and types) in one quantisation, int8 K/V, experts by
 Triton kernels. One process for each device memory cap: it measures the roofs, loads, reads prompts and decodes. Varied:
-chunk, prompt length, resident experts, tokens of a window. Bounds: a prompt takes as long as the larger of its
+chunk, prompt length, resident experts, tokens of a window, context. Bounds: a prompt takes as long as the larger of its
 products at XLA's own bf16 rate and the bytes of missing experts at the link's rate; a round as long as the bytes of
-hits and dense weights at the memory's rate plus those of misses at the link's. Logits are compared with
-`engine.kernels=reference` on the same GPU.
+hits, dense weights, states and chosen cells at the memory's rate plus those of misses at the link's. Logits are
+compared with `engine.kernels=reference` on the same GPU.
 
     python bench/h200.py --layers 12 --caps 8151 --prompts 2048 --chunks 512 2048 --tokens 1 2 --rates 0.2 0.8
     python bench/h200.py --layers 4 --caps 8151 --prompts 512 --chunks 512 --tokens 1 --rates 0.5 --compare
@@ -91,6 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4], help="of a window; the largest is spec.window")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.2, 0.5, 0.8, 0.97], help="hit rates of decode")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048], help="of decode, in tokens")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=2, help="readings of a prompt after the first")
     parser.add_argument("--compare", action="store_true", help="also run engine.kernels=reference, in a second process")
@@ -162,11 +163,12 @@ class Child:
             if self.reference:
                 break
             bounds = Bounds(engine, self.model, **{k: roofs[k] for k in ("hbm_gb_s", "link_gb_s", "bf16_tflops")})
-            self.measure(engine, bounds, made, first=idx == 0)
+            self.measure(engine, bounds, made, last=idx == len(plans) - 1)
 
     def plan_for(self, chunk: int) -> MemoryPlan:
         window = max(self.o.tokens)
-        cells = max(*self.o.prompts, *self.o.chunks) + 4 * self.o.rounds * window * len(self.o.rates) + 512
+        rows = len(self.o.contexts) * len(self.o.rates) * sum(self.o.tokens)
+        cells = max(*self.o.prompts, *self.o.chunks, *self.o.contexts) + (self.o.rounds + 3) * rows + 4 * window
         request = PlanRequest(
             context_cells=cells, chunk_tokens=chunk, spec_window=max(2, window), expert_kernels=not self.reference,
             device_budget_bytes=self.cap_mib * MIB, reserve_bytes=RESERVE_MIB * MIB,
@@ -183,7 +185,7 @@ class Child:
             self.row(f"roof {name}", partial(dict, row))
         return found
 
-    def measure(self, engine: Any, bounds: Bounds, made: MemoryPlan, *, first: bool) -> None:
+    def measure(self, engine: Any, bounds: Bounds, made: MemoryPlan, *, last: bool) -> None:
         settings = {
             "chunk": made.chunk_tokens, "slots": made.expert_slots, "cells": made.context_cells,
             "page_bytes": made.page_bytes,
@@ -194,18 +196,10 @@ class Child:
                 tokens = self.model.topic_tokens(0, num)
                 self.row(f"prompt {num} chunk {made.chunk_tokens}",
                          partial(prompt_row, engine, bounds, tokens, self.o.repeats), **settings)  # fmt: skip
-        if first:
-            tokens = self.model.topic_tokens(0, made.chunk_tokens)
-            for num_tokens in self.o.tokens:
-                for rate in self.o.rates:
-                    slots = slots_for(self.model.odds, rate, made.num_blocks)
-                    name = f"decode T={num_tokens} wanted {rate:.0%}"
-                    if slots > made.expert_slots:
-                        print(f"{name}: {slots:,} slots do not fit under {self.cap_mib:,} MiB", flush=True)
-                        continue
-                    self.row(name, partial(decode_row, engine, bounds, tokens, num_tokens, slots, self.o.rounds),
-                             **(settings | {"slots": slots}))  # fmt: skip
         from strata_jax.engine.session import Session
+
+        if last:
+            self.decode(Session(engine, count_uses=True), bounds, settings)
 
         def check() -> dict[str, Any]:
             found = engine.check_memory(Session(engine).state)
@@ -216,6 +210,25 @@ class Child:
             }  # fmt: skip
 
         self.row(f"memory chunk {made.chunk_tokens}", check, **settings)
+
+    def decode(self, session: Any, bounds: Bounds, settings: dict[str, Any]) -> None:
+        """Windows of every length and hit rate at every context, each context read on from the one before."""
+        engine = session.engine
+        made = engine.plan
+        for context in sorted(self.o.contexts):
+            more = context - len(session.tokens)
+            if more > 0:
+                session.prefill(self.model.topic_tokens(0, more, seed=len(session.tokens)))
+            # drafts first: a window of one token leaves none that are worth anything
+            for num_tokens in sorted(self.o.tokens, reverse=True):
+                for rate in self.o.rates:
+                    slots = slots_for(self.model.odds, rate, made.num_blocks)
+                    name = f"decode T={num_tokens} wanted {rate:.0%} context {context}"
+                    if slots > made.expert_slots:
+                        print(f"{name}: {slots:,} slots do not fit under {self.cap_mib:,} MiB", flush=True)
+                        continue
+                    self.row(name, partial(decode_row, engine, bounds, session, num_tokens, slots, self.o.rounds),
+                             **(settings | {"slots": slots}))  # fmt: skip
 
     def logits(self, engine: Any) -> None:
         """Keep the logits of a chunk and of forced tokens; the second process compares."""

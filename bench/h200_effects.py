@@ -9,6 +9,7 @@ before. Published figures stand beside ours; they are of another model file, eng
     python bench/h200_effects.py own_grid     # three cells of experiment=own_ab_grid
     python bench/h200_effects.py head_alias   # the head lent to the prompt: 8 GB, 29,854 tokens, and short reads
     python bench/h200_effects.py kv_grow      # elastic against fixed K/V: 16 GB, 262,144 cells
+    python bench/h200_effects.py replacement  # experts replaced inside rounds, topics in turn: 16 GB
     python bench/h200_effects.py forced       # a forced continuation of 3,072 tokens, one row a token: 8 GB
 
 Rows go to FOLDER/h200_effects.jsonl ($OUT, or the working directory) as they come.
@@ -97,6 +98,14 @@ EFFECTS = {
     "kv_grow": Effect(
         16_376, (32_768,), (BORROWED, Variant("grow", ("policy=kv_grow", BORROW))),
         "slots 3,396 -> 5,719, 100 -> 115 tok/s, a prompt of 32K 7.44 -> 6.36 s", context=262_144,
+    ),
+    "replacement": Effect(
+        16_376, (2_048,),
+        tuple(
+            Variant(how, ("policy=baseline", "model.routing.drift=0.5", f"cache.replacement={how}"))
+            for how in ("static", "adaptive", "lru", "lfu_decay")
+        ),
+        "peers: 20 to 37 % over static residency",
     ),
     "forced": Effect(
         8_151, (29_854,),
@@ -197,10 +206,11 @@ class Comparison:
         if len({(s.plan.page_bytes, s.plan.num_blocks, s.plan.request.expert_kernels) for s in self.sides}) > 1:
             raise SystemExit("the sides have pages of different sizes; give engine.page_kib with --set")
         # one bank serves all sides; so do the weights, of which the head may be another array after a loan
-        self.weights: Any = load_weights(self.source, self.geometry, with_draft=first.with_draft)
+        kernels = first.request.expert_kernels
+        self.weights: Any = load_weights(self.source, self.geometry, with_draft=first.with_draft, kernels=kernels)
         self.banks = load_banks(
             self.source, self.geometry, first.num_blocks, first.page_bytes, bank_sharding(),
-            kernels=first.request.expert_kernels,
+            kernels=kernels,
         )  # fmt: skip
         jax.block_until_ready((self.weights, self.banks))
         print(f"loaded in {time.perf_counter() - before:.0f} s", flush=True)
@@ -232,7 +242,7 @@ class Comparison:
         }  # fmt: skip
         for length in self.effect.prompts:
             for reading in ("first", "again"):  # the first has programs that only moves need still to compile
-                tokens = topic_of(self.source, length, seed=10 * pair + (reading == "again"))
+                tokens = topic_of(self.source, length, seed=10 * pair + (reading == "again"))  # another topic each time
                 self.request(runtime, engine, tokens, events, settings | {"reading": reading, "tokens": length})
         self.weights = engine.weights
 
@@ -317,8 +327,8 @@ class Events:
 
 
 def topic_of(model: SyntheticModel, count: int, seed: int) -> Sequence[int]:
-    """Tokens of the model's first topic."""
-    return model.topic_tokens(0, count, seed=seed)
+    """Tokens of one of the model's topics."""
+    return model.topic_tokens(seed % model.skew.num_topics, count, seed=seed)
 
 
 if __name__ == "__main__":

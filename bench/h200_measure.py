@@ -5,15 +5,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from strata_jax.kv_types import cell_bytes
 from strata_jax.memory.sizes import model_sizes
 
 if TYPE_CHECKING:
     from strata_jax.engine.engine import Engine
+    from strata_jax.engine.session import Session
     from strata_jax.synthetic.full import SyntheticModel
 
 COPY_WORDS = 2**26  # 256 MiB
@@ -147,17 +150,29 @@ class Bounds:
         flops = 2 * num_tokens * (g.num_experts_used * expert + dense)
         return {"stream_s": missing / self.link, "compute_s": flops / self.flops}
 
-    def round_s(self, uses: np.ndarray, num_drafts: int) -> dict[str, float]:
+    def round_s(self, uses: np.ndarray, num_drafts: int, context: int) -> dict[str, float]:
         """Bytes of a round: each expert that it uses once, from where it is; dense weights, and the head again for
-        every draft."""
+        every draft; recurrent states read and written; the index keys and the cells that attention chooses."""
         used = uses > 0
         hits = float(np.sum((used & self.resident()) * self.blobs[:, None]))
         misses = float(np.sum((used & ~self.resident()) * self.blobs[:, None]))
         dense = self.dense + (self.drafter if num_drafts else 0) + (1 + num_drafts) * self.head
+        state = self.state_bytes(context)
         return {
-            "hit_bytes": hits, "miss_bytes": misses, "dense_bytes": dense,
-            "bound_s": (hits + dense) / self.hbm + misses / self.link,
+            "hit_bytes": hits, "miss_bytes": misses, "dense_bytes": dense, "state_bytes": state,
+            "bound_s": (hits + dense + state) / self.hbm + misses / self.link,
         }  # fmt: skip
+
+    def state_bytes(self, context: int) -> float:
+        """Recurrent states once each way, and what one token's attention reads at a context, of the trunk's blocks."""
+        g, plan = self.engine.geometry, self.engine.plan
+        k_bytes, v_bytes = cell_bytes(plan.kv_type, g.num_kv_heads, g.head_dim)
+        recurrent = sum(g.recurrent[: g.num_layers]) * g.gdn_value_heads * g.gdn_head_dim**2 * 4
+        attention = 0.0
+        for ratio in (g.compress_ratio[layer] for layer in g.attention_layers):
+            cells = min(context, g.index_top_k + ratio) if ratio else context
+            attention += cells * (k_bytes + v_bytes) + (context // ratio * g.index_dim * 4 if ratio else 0)
+        return 2 * recurrent + attention
 
 
 def prompt_row(engine: Engine, bounds: Bounds, tokens: list[int], repeats: int) -> dict[str, Any]:
@@ -183,25 +198,24 @@ def prompt_row(engine: Engine, bounds: Bounds, tokens: list[int], repeats: int) 
     }  # fmt: skip
 
 
-def decode_row(engine: Engine, bounds: Bounds, tokens: list[int], num_tokens: int, slots: int, rounds: int
+def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int, slots: int, rounds: int
                ) -> dict[str, Any]:  # fmt: skip
     """Rounds that keep every row (the tokens are forced), with only the first slots filled.
 
-    Windows of more than one token are followed by the drafts of the next one, as in a run.
+    The session goes on from where it is. Windows of more than one token are followed by the drafts of the next one, as
+    in a run; after one of a single token they are worth nothing, but take as long.
     """
     from strata_jax.engine.experts import no_counts
     from strata_jax.engine.sampler import sampling_arrays
-    from strata_jax.engine.session import Session
     from strata_jax.sampling import Sampling
 
-    whole, compiled = engine.residency, engine.programs.compile_s
+    whole, made, compiled = engine.residency, engine.plan, engine.programs.compile_s
     engine.publish(whole.evicted(range(slots, whole.num_slots)))
+    engine.plan = replace(made, spec_window=num_tokens)  # a shorter window in a plan of longer ones would be padded
     try:
-        session = Session(engine, count_uses=True)
-        session.prefill(tokens)
-        drafts = 0 if num_tokens == 1 else engine.plan.spec_window - 1
+        drafts = num_tokens - 1
         following = engine.file.next_tokens()
-        how, text = sampling_arrays(Sampling()), [tokens[-1]]
+        how, text = sampling_arrays(Sampling()), [session.tokens[-1]]
         for _ in range((rounds + 3) * num_tokens + 1):
             text.append(int(following[text[-1]]))
         records, floors = [], []
@@ -215,8 +229,10 @@ def decode_row(engine: Engine, bounds: Bounds, tokens: list[int], num_tokens: in
                 raise RuntimeError(f"a round kept {len(record.emitted)} of {num_tokens} rows")
             if i >= 3:
                 records.append(record)
-                floors.append(bounds.round_s(record.uses, drafts))
+                floors.append(bounds.round_s(record.uses, drafts, len(session.tokens)))
+        session._forget_chosen()
     finally:
+        engine.plan = made
         engine.publish(whole)
     ms, floor = spread([r.seconds for r in records]), {k: statistics.mean(f[k] for f in floors) for k in floors[0]}
     lookups = sum(r.lookups for r in records)

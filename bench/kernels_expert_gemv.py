@@ -36,8 +36,22 @@ from gguf.constants import GGMLQuantizationType
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from strata_jax.kernels.expert_gemv import Blocks, ExpertLayout, LaunchBlocks, expert_layout, plan_window, triton
-from strata_jax.kernels.planes import ITEM, PlaneLayout, decode, from_planes
+from strata_jax.kernels.expert_gemv import (
+    Blocks,
+    ExpertLayout,
+    LaunchBlocks,
+    expert_gemv,
+    expert_layout,
+    input_rows,
+    pack_input,
+    plan_window,
+    planned_gemv,
+    triton,
+)
+from strata_jax.kernels.expert_gemv.blocks import H200
+from strata_jax.kernels.expert_gemv.vectors import down_rows
+from strata_jax.kernels.planes import PlaneLayout, from_planes
+from strata_jax.kernels.route import choose_experts, route_window
 
 E, F, X, K = 2560, 640, 512, 10
 PAGE_WORDS = 4096
@@ -57,8 +71,8 @@ TYPE_PAIRS = [
     ("Q2_0", "Q2_0"),
     ("Q8_0", "IQ4_NL"),
 ]
-GATE_UP = [(32, 4), (32, 2), (64, 4), (16, 4), (16, 2), (64, 8), (128, 8)]
-DOWN = [(64, 2), (128, 4), (32, 1), (32, 2), (64, 4), (128, 2)]
+GATE_UP = [(32, 4), (32, 8), (32, 2), (64, 8), (64, 4)]
+DOWN = [(128, 4), (64, 2), (32, 1), (64, 4), (32, 2), (128, 8)]
 
 
 def main() -> None:
@@ -113,8 +127,8 @@ def run_all(stage: Callable[..., None]) -> None:
         stage(f"check {gate_up}+{down} T=1", functools.partial(check_types, gate_up, down))
 
     sets = id_sets(1, X)
-    x = jax.random.normal(jax.random.key(1), (1, ITEM, E // ITEM), jnp.float32)
-    h = jax.random.normal(jax.random.key(2), (K, ITEM, F // ITEM), jnp.float32)
+    x = pack_input(jax.random.normal(jax.random.key(1), (1, E), jnp.float32), input_rows(layout))
+    h = pack_input(jax.random.normal(jax.random.key(2), (K, F), jnp.float32), down_rows(layout))
     resident = jnp.arange(X, dtype=jnp.int32) * pages_per_expert(layout)
 
     def one_launch(which: str, rows: int, warps: int) -> dict[str, Any]:
@@ -134,11 +148,14 @@ def run_all(stage: Callable[..., None]) -> None:
         stage(f"gate_up T=1 100% rows={rows} warps={warps}", functools.partial(one_launch, "gate_up", rows, warps))
     for rows, warps in DOWN:
         stage(f"down T=1 100% rows={rows} warps={warps}", functools.partial(one_launch, "down", rows, warps))
-    stage("gate_up T=1 100% rows=32 warps=4, magic numbers", lambda: magic(lambda: one_launch("gate_up", 32, 4)))
 
     blocks = best_blocks()
     for tokens in (1, 4):
         stage(f"window T={tokens}", functools.partial(windows, tokens, layout, blocks, state, host), 8)
+    eight = Blocks(LaunchBlocks(32, 8), blocks.down)
+    stage("window T=4, 8 warps", functools.partial(windows, 4, layout, eight, state, host), 8)
+    for tokens in (1, 4, 8, 2048, 8192):
+        stage(f"route T={tokens}", functools.partial(routes, tokens, layout))
     for gate_up, down in TYPE_PAIRS[3:]:
         stage(f"check {gate_up}+{down} T=1", functools.partial(check_types, gate_up, down))
     for tokens in (2, 8, 6):
@@ -157,9 +174,11 @@ def windows(
     u = jax.random.normal(jax.random.key(3), (tokens, E), jnp.float32)
     weights = jnp.full((tokens, K), 0.1, jnp.float32)
 
+    x = jax.block_until_ready(pack_input(u, input_rows(layout)))  # as `kernels/route` makes it beside the routing
+
     def call(ids: jax.Array, arena: jax.Array, bank: jax.Array, pages: jax.Array) -> jax.Array:
         plan = plan_window(ids, pages)
-        return triton.expert_window(u, plan, weights, (arena,), bank, pages, layout, blocks)
+        return planned_gemv(x, plan, weights, (arena,), bank, pages, layout, blocks=blocks)
 
     sets, shared = id_sets(tokens, X), id_sets(tokens, X, shared=True)
     every = np.arange(X) * pages_per_expert(layout)
@@ -200,6 +219,33 @@ def windows(
     return out
 
 
+def routes(tokens: int, layout: ExpertLayout) -> dict[str, Any]:
+    """Routing of a layer by the kernel and by XLA: of a window with its plan and its vectors, of a chunk alone."""
+    scores, u = (jax.random.normal(jax.random.key(i), (20, tokens, n), jnp.float32) for i, n in enumerate((X, E)))
+    pages = jnp.where(jnp.arange(X) % 2, jnp.arange(X, dtype=jnp.int32), -1)
+    out: dict[str, Any] = {}
+    found = {}
+    for backend in ("triton", "reference"):
+
+        def call(i: jax.Array, *_: jax.Array, backend: str = backend) -> jax.Array:
+            if tokens > 8:
+                ids, weights = choose_experts(scores[i], K, backend=backend)
+                return ids + weights
+            rows = input_rows(layout)
+            to = route_window(scores[i], u[i], u[0, 0], pages, jnp.int32(tokens), K, rows, backend=backend)
+            used = (
+                jnp.sum(to.x.astype(jnp.float32))
+                + jnp.sum(to.plan.row_of + to.hits)
+                + jnp.sum(to.shared)
+                + jnp.sum(to.uses)
+            )
+            return to.ids + to.weights + 0 * used
+
+        out[backend], found[backend] = time_loop(looped(call, None), jnp.arange(20), pages, pages, pages)
+    out["right"] = bool((np.abs(found["triton"] - found["reference"]) < 1e-6 * X).all())
+    return out
+
+
 def other_types(gate_up: str, down: str, blocks: Blocks, state: dict[str, Any]) -> dict[str, Any]:
     layout = expert_layout(gate_up, gate_up, down, E, F)
     num_experts = 120
@@ -208,7 +254,7 @@ def other_types(gate_up: str, down: str, blocks: Blocks, state: dict[str, Any]) 
     weights = jnp.full((1, K), 0.1, jnp.float32)
 
     def call(ids: jax.Array, arena: jax.Array, bank: jax.Array, pages: jax.Array) -> jax.Array:
-        return triton.expert_window(u, plan_window(ids, pages), weights, (arena,), bank, pages, layout, blocks)
+        return expert_gemv(u, ids, weights, (arena,), bank, pages, layout, backend="triton", blocks=blocks)
 
     pages = jnp.arange(num_experts, dtype=jnp.int32) * pages_per_expert(layout)
     us, _ = time_loop(looped(call, None), id_sets(1, num_experts), arena_of(words), jnp.asarray(words), pages)
@@ -230,7 +276,7 @@ def check_types(gate_up: str, down: str) -> dict[str, Any]:
     blocks = Blocks(LaunchBlocks(32, 4), LaunchBlocks(64, 2))
 
     def call(u: jax.Array, ids: jax.Array, arrays: Any, bank: jax.Array, pages: jax.Array) -> jax.Array:
-        return triton.expert_window(u, plan_window(ids, pages), weights, arrays, bank, pages, layout, blocks)
+        return expert_gemv(u, ids, weights, arrays, bank, pages, layout, backend="triton", blocks=blocks)
 
     got = np.asarray(jax.jit(call)(u, ids, (core, segment), bank, pages))
     error = relative(got, oracle_window(u, ids, weights, words, layout))
@@ -266,20 +312,6 @@ def zero_copy_roof(bank: jax.Array, num_experts: int) -> dict[str, Any]:
     turn = iter(range(10**9))
     seconds = median_s(lambda: fn(picks[next(turn) % 8], bank))
     return {"gb_s": round(num_experts * run * per * 4 / seconds / 1e9, 2)}
-
-
-def magic(fn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run with codes turned into floats by adding to a mantissa instead of converting."""
-    original = decode._f32
-
-    def by_mantissa(code: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(code | np.uint32(0x4B000000), jnp.float32) - np.float32(2**23)
-
-    decode._f32 = by_mantissa
-    try:
-        return fn()
-    finally:
-        decode._f32 = original
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
@@ -433,14 +465,14 @@ def share(num_bytes: int, us: dict[str, Any], state: dict[str, Any]) -> float:
 def best_blocks() -> Blocks:
     """The fastest of the variants timed so far."""
 
-    def best(which: str, default: tuple[int, int]) -> LaunchBlocks:
-        rows = [r for r in ROWS if r["stage"].startswith(f"{which} T=1") and "us" in r and "magic" not in r["stage"]]
+    def best(which: str, default: LaunchBlocks) -> LaunchBlocks:
+        rows = [r for r in ROWS if r["stage"].startswith(f"{which} T=1") and "us" in r]
         if not rows:
-            return LaunchBlocks(*default)
+            return default
         words = min(rows, key=lambda r: r["us"])["stage"].split()
         return LaunchBlocks(int(words[-2].split("=")[1]), int(words[-1].split("=")[1]))
 
-    return Blocks(best("gate_up", (32, 4)), best("down", (64, 2)))
+    return Blocks(best("gate_up", H200.gate_up), best("down", H200.down))
 
 
 def print_table() -> None:

@@ -48,7 +48,7 @@ from strata_jax.kernels.grouped_matmul import (
 from strata_jax.kernels.planes import PLANE_TYPES, PlaneLayout, decode_planes, plane_layout
 from strata_jax.kernels.quant_matmul import MatmulBlocks, PlanePart
 from strata_jax.kernels.quant_matmul import triton as dense
-from strata_jax.kernels.quant_matmul.blocks import choose_gemv_blocks, choose_matmul_blocks
+from strata_jax.kernels.quant_matmul.blocks import choose_gemv_launch, choose_matmul_blocks
 
 WIDTH, EXPERT_WIDTH, NUM_EXPERTS, NUM_USED = 2560, 640, 512, 10
 PAGE_WORDS = 4096
@@ -221,8 +221,8 @@ class Chunk:
     def num_pairs(self) -> int:
         return self.num_tokens * NUM_USED
 
-    def tiles(self, blocks: Blocks, chosen: jax.Array | None = None) -> TileMap:
-        return to_tiles(self.pairs, blocks.rows, chosen)
+    def tiles(self, blocks: Blocks) -> TileMap:
+        return to_tiles(self.pairs, blocks.rows)
 
 
 to_tiles = jax.jit(tile_map, static_argnums=1)
@@ -475,8 +475,8 @@ def run_arena(
     pages: jax.Array,
 ) -> None:
     out, x = start_values(op, chunk)
-    for array, (lines, chosen), future in zip(arrays, arena_lines(arrays, pages), futures):
-        out = wait(future)(out, x, chunk.pairs.token_of, chunk.tiles(blocks, chosen), array, lines)
+    for array, lines, future in zip(arrays, arena_lines(arrays, pages), futures):
+        out = wait(future)(out, x, chunk.pairs.token_of, chunk.tiles(blocks), array, lines)
     error = error_of(op, layer, chunk, x, out)
     record(op=f"check {op} in an arena", blocks=tag(op, blocks), experts=len(chunk.rows), core_words=arrays[0].size,
            pages_per_expert=-(-layer.layout.num_words // PAGE_WORDS), rel_err=error, ok=error < 5e-3)  # fmt: skip
@@ -495,12 +495,8 @@ def section_dense() -> None:
     for type_name, rows, copies, all_tokens in cases:
         layout = plane_layout(type_name, rows, WIDTH)
         for tokens in all_tokens:
-            variants: list[Any] = [choose_gemv_blocks(layout)]
-            if tokens <= 8:
-                variants += [
-                    b for b in [LaunchBlocks(64, 4) if rows > 100_000 else LaunchBlocks(16, 2)] if b not in variants
-                ]
-            else:
+            variants: list[Any] = [choose_gemv_launch(tokens, [layout])]
+            if tokens > 8:
                 variants = [choose_matmul_blocks(tokens, layout), MatmulBlocks(128, LaunchBlocks(128, 8)), None]
             jobs += [(layout, tokens, copies, b, submit_dense(layout, tokens, copies, b)) for b in variants]
             if (rows, tokens) not in xla:
@@ -529,13 +525,17 @@ def submit_dense(layout: PlaneLayout, tokens: int, copies: int, blocks: Any) -> 
         if blocks is None:
             matrix = decode_planes(words[line[0]], layout).astype(jnp.bfloat16)
             return jnp.dot(x, matrix.T, preferred_element_type=jnp.float32)
-        return (dense.gemv if tokens <= 8 else dense.matmul)(x, words, line, part, blocks)
+        return dense.matmul(x, words, line, part, blocks)
 
-    def fn(x: jax.Array, words: jax.Array, lines: jax.Array) -> list[jax.Array]:
+    def fn(x: jax.Array, words: Any, lines: jax.Array) -> list[jax.Array]:
+        if tokens <= 8:
+            return [dense.gemv(x, [own], [layout], blocks)[0] for own in words]
         return [one(x, words, lines[i : i + 1]) for i in range(copies)]
 
     shape = jax.ShapeDtypeStruct
-    x, words = shape((tokens, layout.cols), dtype_of(tokens)), shape((copies, layout.num_words), jnp.uint32)
+    x = shape((tokens, layout.cols), dtype_of(tokens))
+    matrix = shape((layout.num_words,), jnp.uint32)
+    words = [matrix] * copies if tokens <= 8 else shape((copies, layout.num_words), jnp.uint32)
     return start(fn, x, words, shape((copies,), jnp.int32), options=CUBLAS if blocks is None else None)
 
 
@@ -559,7 +559,8 @@ def run_plain(rows: int, tokens: int, copies: int, job: Future[Any]) -> None:
 def run_dense(layout: PlaneLayout, tokens: int, copies: int, blocks: Any, job: Future[Any], words: jax.Array) -> None:
     compiled, lines = wait(job), jnp.arange(copies, dtype=jnp.int32)
     x = jax.random.normal(jax.random.key(8), (tokens, layout.cols), dtype_of(tokens))
-    got = compiled(x, words, lines)[-1]
+    operand = list(words) if tokens <= 8 else words  # a slice inside of the program would be a copy
+    got = compiled(x, operand, lines)[-1]
     error = 0.0
     for first in (0, layout.rows - 512):  # the first rows and the last
         rows = plane_layout(layout.type_name, 512, layout.cols, layout.tile_rows)
@@ -567,7 +568,7 @@ def run_dense(layout: PlaneLayout, tokens: int, copies: int, blocks: Any, job: F
         weights = matrix_of(np.asarray(words[-1, at : at + rows.num_words]), rows)
         exact = np.asarray(x[-CHECKED_ROWS:], np.float64) @ weights.astype(np.float64).T
         error = max(error, rel_err(got[-CHECKED_ROWS:, first : first + 512], exact))
-    ms = median_ms(lambda: compiled(x, words, lines)) / copies
+    ms = median_ms(lambda: compiled(x, operand, lines)) / copies
     bound_ms = layout.num_words * 4 / ROOFS["hbm"] / 1e6
     name = "decoded by XLA, then multiplied" if blocks is None else "gemv" if tokens <= 8 else "matmul"
     record(op=name, type=layout.type_name, shape=f"{tokens}x{layout.cols}x{layout.rows}", blocks=dense_tag(blocks),
@@ -579,14 +580,17 @@ def run_dense(layout: PlaneLayout, tokens: int, copies: int, blocks: Any, job: F
 def dense_tag(blocks: Any) -> str:
     if isinstance(blocks, MatmulBlocks):
         return f"M{blocks.rows} R{blocks.launch.rows} w{blocks.launch.warps}"
-    return "" if blocks is None else f"R{blocks.rows} w{blocks.warps}"
+    if blocks is None:
+        return ""
+    (own,) = blocks.matrices
+    return f"R{own.rows} J{own.items} S{own.splits} w{blocks.warps} T{blocks.tokens}"
 
 
 def submit_small(type_name: str) -> Future[Any]:
     layout, shape = plane_layout(type_name, 256, WIDTH), jax.ShapeDtypeStruct
-    call = partial(dense.gemv, part=PlanePart(layout), blocks=choose_gemv_blocks(layout))
-    words = shape((1, layout.num_words), jnp.uint32)
-    return start(call, shape((3, WIDTH), jnp.float32), words, shape((1,), jnp.int32))
+    blocks = choose_gemv_launch(3, [layout])
+    words = shape((layout.num_words,), jnp.uint32)
+    return start(lambda x, words: dense.gemv(x, [words], [layout], blocks)[0], shape((3, WIDTH), jnp.float32), words)
 
 
 def check_dense(type_name: str, job: Future[Any]) -> None:
@@ -595,7 +599,7 @@ def check_dense(type_name: str, job: Future[Any]) -> None:
     words = random_words(jax.random.key(9), (layout,), 1)
     x = jax.random.normal(jax.random.key(11), (3, WIDTH), jnp.float32)
     exact = np.asarray(x, np.float64) @ matrix_of(np.asarray(words[0]), layout).astype(np.float64).T
-    error = rel_err(wait(job)(x, words, jnp.zeros(1, jnp.int32)), exact)
+    error = rel_err(wait(job)(x, words[0]), exact)
     record(op="check gemv", type=type_name, rel_err=error, ok=error < 1e-5)
 
 

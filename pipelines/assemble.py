@@ -23,9 +23,10 @@ from strata_jax.gguf.reader import open_gguf
 from strata_jax.gguf.source import WeightSource
 from strata_jax.gguf.tokenizer import Tokenizer
 from strata_jax.hardware import Hardware
+from strata_jax.memory.attention_kernels import attention_notes
 from strata_jax.memory.expert_kernels import choose_kernels
 from strata_jax.memory.layout import KIB
-from strata_jax.memory.ledger import Memory, Phase
+from strata_jax.memory.ledger import MIB, Memory, Phase
 from strata_jax.memory.plan import MemoryPlan, try_plan
 from strata_jax.memory.request import AUTO_CHUNK_MAX_TOKENS, GPU_AUTO_CHUNK_MAX_TOKENS, PlanRequest
 from strata_jax.memory.table import plan_text
@@ -134,6 +135,8 @@ def make_plan(
     kernels, kernel_notes = choose_kernels(
         config.engine.kernels.name, geometry, on_gpu=hardware.gpu is not None, spec_window=config.spec.window
     )
+    if kernels:
+        kernel_notes = (*kernel_notes, *attention_notes(geometry, config.kv.type.name))
     auto_max = AUTO_CHUNK_MAX_TOKENS if hardware.gpu is None else GPU_AUTO_CHUNK_MAX_TOKENS
     request = PlanRequest(
         context_cells=_given(config.model.max_context),
@@ -150,6 +153,7 @@ def make_plan(
         host_budget_bytes=hardware.ram_budget_bytes,
         shared_memory=hardware.gpu is None,
         expert_kernels=kernels,
+        stage_bytes=None if config.prefill.stage_mib == AUTO else int(config.prefill.stage_mib) * MIB,
         moving=moving_memory(config, geometry, _given(config.model.max_context) or need),
         ranking=given_ranking(config, record),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from strata_jax.config.cache import replacement_decay
 from strata_jax.config.choices import OwnBuffers, Replacement
 from strata_jax.config.fields import AUTO
 from strata_jax.config.resolve import GROW_FLOOR_SLOTS, GROW_INIT_CELLS, GROW_STEP_CELLS
@@ -39,6 +40,7 @@ def moving_memory(config: RunConfig, geometry: Geometry, context_cells: int | No
         elastic_bytes=elastic.segment_mib * MIB if elastic.enabled else 0,
         conversation_bytes=int(config.conversation.budget_mib) * MIB,
         checkpoints=int(config.conversation.prompt_cache.checkpoints),
+        replacement_decay=replacement_decay(config),
     )
 
 

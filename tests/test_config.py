@@ -25,8 +25,9 @@ KEY_TABLE = """
 hardware.vram_mib hardware.vram_reserve_mib hardware.ram_mib hardware.pcie_gb_s hardware.hbm_gb_s hardware.os
 model.path model.max_context kv.type kv.grow.enabled kv.grow.init_cells kv.grow.step_cells kv.grow.floor_slots
 kv.grow.hysteresis_steps kv.resident_cells cache.slots cache.replacement cache.profile prefill.chunk prefill.own
-prefill.borrow prefill.short_read_tokens policy.compat policy.prefill_own.enabled policy.conversation_budget.enabled
-policy.head_alias.enabled policy.kv_grow.enabled conversation.budget_mib conversation.slots conversation.min_free_mib
+prefill.borrow prefill.short_read_tokens prefill.stage_mib policy.compat policy.prefill_own.enabled
+policy.conversation_budget.enabled policy.head_alias.enabled policy.kv_grow.enabled conversation.budget_mib
+conversation.slots conversation.min_free_mib
 conversation.prompt_cache.checkpoints conversation.prompt_cache.every conversation.prompt_cache.root spec.window
 spec.min_p spec.draft_vocab upstream.batch upstream.pipeline_windows upstream.layer_split upstream.peer_device
 upstream.vram_elastic upstream.token_graph upstream.pool upstream.no_native_head upstream.mtp workload.name
@@ -187,7 +188,7 @@ def test_what_only_the_device_honours_is_refused_in_simulations(override: str, c
 
 
 def test_a_value_that_no_executor_has_is_refused(compose_config: Compose) -> None:
-    assert "it has static, adaptive" in refusal(compose_config, "hardware=rtx5090", "cache.replacement=lru")
+    assert "it has direct, mmap, ram" in refusal(compose_config, "hardware=rtx5090", "upstream.ple_io=tape")
 
 
 @pytest.mark.parametrize(
@@ -202,6 +203,16 @@ def test_a_value_that_no_executor_has_is_refused(compose_config: Compose) -> Non
         (["workload.messages_file=b", "workload.apply_chat_template=false"], ["messages_file", "apply_chat_template"]),
         (["workload.batching=step"], ["workload.batching=step", "pipeline=generate"]),
         (["pipeline=logits"], ["pipeline=logits", "workload.token_ids"]),
+        (
+            ["cache.replacement=lru", "cache.adapt.swaps=12"],
+            ["cache.replacement=lru", "cache.adapt.swaps=12", "cache.replacement=adaptive"],
+        ),
+        (["cache.replacement=lru", "cache.lfu_decay=0.9"], ["cache.lfu_decay=0.9", "cache.replacement=lru"]),
+        (["cache.lfu_decay=0.9"], ["cache.lfu_decay=0.9", "cache.replacement=static"]),
+        (
+            ["cache.replacement=lfu_decay", "hardware=rtx5090"],
+            ["cache.replacement=lfu_decay", "executor=sim", "executor.routing_trace"],
+        ),
         (["model.path=x.gguf", "model.seed=1"], ["model.path=x.gguf", "model.seed=1"]),
         (["hardware.vram_mib=600"], ["hardware.vram_mib=600", "hardware.vram_reserve_mib=700"]),
         (["engine.mem_fraction=0.5", "hardware.vram_mib=8151"], ["engine.mem_fraction=0.5", "hardware.vram_mib=8151"]),

@@ -84,8 +84,12 @@ class CacheConfig:
     per_layer: bool = setting(False, "equal slots for every layer, all of the largest size", executors=IN_SIM)
     replacement: Replacement = setting(
         Replacement.static,
-        "which expert leaves when another one comes in; adaptive: swaps by decayed usage between rounds",
-        available=("static", "adaptive"),
+        "which expert leaves when another one comes in; static: none; adaptive: swaps by decayed usage between rounds;"
+        " lru, lfu_decay: inside the round, a missed expert takes the slot of the one of its layer that was used"
+        " longest ago, or least often of late",
+    )
+    lfu_decay: float = setting(
+        0.98, "factor of all counts of uses at every round, with cache.replacement=lfu_decay", low=0, high=1
     )
     adapt: AdaptConfig = node(AdaptConfig, "cache.replacement=adaptive")
     pcie_frac: float | int | str = setting(
@@ -153,6 +157,15 @@ class PrefillConfig:
         low=1,
         high=100,
         executors=IN_SIM,
+    )
+    stage_mib: int | str = setting(
+        AUTO,
+        "device memory through which experts are copied ahead of the blocks of a chunk; auto: a share of what the"
+        " weights leave on a GPU with kernels, else 0; 0: they are read in place",
+        unit="MiB",
+        low=0,
+        high=1_048_576,
+        executors=ON_DEVICE,
     )
     stream_min_tokens: int = setting(
         1024, "chunks from this size on stream every expert", unit="tokens", low=1, high=65536, executors=IN_SIM

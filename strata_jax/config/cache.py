@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from strata_jax.config.behaviour import AdaptConfig, CacheConfig
 from strata_jax.config.checks import show
-from strata_jax.config.choices import ExecutorName, PipelineName
+from strata_jax.config.choices import ExecutorName, PipelineName, Replacement
 from strata_jax.config.executors import executor_of, has_strata_memory
 from strata_jax.config.fields import AUTO
 from strata_jax.config.schema import RunConfig
@@ -14,6 +15,11 @@ NO_RANKING = "none"
 def ranking_file(config: RunConfig) -> str | None:
     """Return the file with the ranking of experts; None where no file is given."""
     return None if config.cache.profile in (AUTO, NO_RANKING) else config.cache.profile
+
+
+def replacement_decay(config: RunConfig) -> float | None:
+    """Return the factor of use counts where rounds replace experts: 0 is LRU; None: they do not."""
+    return {Replacement.lru: 0.0, Replacement.lfu_decay: config.cache.lfu_decay}.get(config.cache.replacement)
 
 
 def cache_contradictions(config: RunConfig) -> list[str]:
@@ -43,5 +49,29 @@ def cache_contradictions(config: RunConfig) -> list[str]:
         problems.append(
             f"cache.ranked={cache.ranked} and memory_model=xla: it plans with all that {show(cache.profile)} ranks."
             " Leave cache.ranked at auto, or use memory_model=strata_0_1_41."
+        )
+    return problems + _replacement_contradictions(config)
+
+
+def _replacement_contradictions(config: RunConfig) -> list[str]:
+    cache, problems = config.cache, []
+    rule = f"cache.replacement={cache.replacement.name}"
+    if cache.lfu_decay != CacheConfig().lfu_decay and cache.replacement is not Replacement.lfu_decay:
+        problems.append(
+            f"cache.lfu_decay={cache.lfu_decay:g} and {rule}: only lfu_decay counts uses so. Leave one out."
+        )
+    if replacement_decay(config) is None:
+        return problems
+    for name, neutral in vars(AdaptConfig()).items():
+        if getattr(cache.adapt, name) != neutral:
+            problems.append(
+                f"cache.adapt.{name}={show(getattr(cache.adapt, name))} and {rule}: swaps between rounds are those of"
+                " cache.replacement=adaptive; inside the round nothing waits. Leave one out."
+            )
+    if executor_of(config) is ExecutorName.sim and config.executor.routing_trace is None:
+        problems.append(
+            f"{rule}, executor=sim and no executor.routing_trace: what replacement gains lies in the order of look-ups,"
+            " which the popularity curve does not have; it is that of slots which have adapted already. Give a trace,"
+            " or leave cache.replacement at static."
         )
     return problems

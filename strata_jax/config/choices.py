@@ -75,7 +75,7 @@ class Replacement(Enum):
     static = "static"
     adaptive = "adaptive"
     lru = "lru"
-    lfu = "lfu"
+    lfu_decay = "lfu_decay"
 
 
 class Tier(Enum):

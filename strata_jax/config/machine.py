@@ -186,8 +186,8 @@ class EngineConfig:
     )
     kernels: Kernels = setting(
         Kernels.auto,
-        "what computes the routed experts; auto: triton on an NVIDIA GPU for all types that it has, else reference."
-        " triton on a CPU interprets the kernels, which is slow: for tests",
+        "what computes experts, dense products, attention and recurrences; auto: triton on an NVIDIA GPU for all types"
+        " and sizes that it has, else reference. triton on a CPU interprets the kernels, which is slow: for tests",
     )
     check: bool = setting(
         False, "check the memory ledger against the device after every request (slower)", executors=ON_DEVICE

@@ -53,7 +53,7 @@ def check_agreement(
     temporary = {Owner.DECODE_BUFFERS, Owner.PROMPT_BUFFERS, Owner.FREE}
     temporary |= set() if live is not None else {Owner.INDEX_KEYS, Owner.RECURRENT_STATE}
     planned = sum(num for owner, num in owners.items() if owner not in temporary)
-    trees = (engine.weights, engine.tables, engine.arrays, live)
+    trees = (engine.weights, engine.tables, engine.values, engine.arrays, live)
     leaves = [x for x in jax.tree.leaves(trees) if not x.is_deleted()]
     found = sum({id(x): x.nbytes for x in leaves}.values())
     if abs(found - planned) > LEDGER_TOLERANCE_FRAC * planned:

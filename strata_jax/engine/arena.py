@@ -78,13 +78,17 @@ class CellStore:
 
 @dataclass(frozen=True)
 class CellLayout:
-    """How K/V cells lie in a page: the keys of all its cells (``k_words`` 32-bit words each), then their values."""
+    """How K/V cells lie in a page: the keys of all its cells (``k_words`` 32-bit words each), then their values.
+
+    kernels: cells are attended to by kernels, in the layers that these can compute.
+    """
 
     kv_type: str
     cells_per_page: int
     k_words: int
     v_words: int
     num_cells: int
+    kernels: bool = False
 
 
 def write_cells(

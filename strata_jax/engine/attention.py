@@ -16,16 +16,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from strata_jax.engine import attention_kernels as kernels
 from strata_jax.engine.arena import CellLayout, CellStore, read_cells, write_cells
+from strata_jax.engine.dense_attention import HIGHEST, MASKED, decode_cells, dense_attention
 from strata_jax.engine.layers import rms_norm, rope_tables, rotate
-from strata_jax.engine.matrix import Matrix, linear, matmul_t
+from strata_jax.engine.matrix import Matrix, linear, linears, matmul_t
 from strata_jax.geometry import Geometry
-from strata_jax.kernels.kv_codec import decode_k, decode_v, encode_k, encode_v
+from strata_jax.kernels.attention_inputs import Norms, Projections
+from strata_jax.kernels.kv_codec import encode_k, encode_v
+from strata_jax.memory.attention_kernels import attention_problem
 from strata_jax.memory.layout import GATHER_TILE_VALUES
 
-HIGHEST = jax.lax.Precision.HIGHEST
 SCORE_TILE_BLOCKS = 256
-MASKED = -1e30
 
 
 @jax.tree_util.register_dataclass
@@ -93,24 +95,20 @@ def attend(
         ``count`` write nothing.
     """
     num_tokens = u.shape[0]
-    positions = start + jnp.arange(num_tokens)
     valid = jnp.arange(num_tokens) < count
-    cos, sin = rope_tables(positions, g.rope_dim, g.rope_base)
-    query_gate = linear(u, w.q).reshape(num_tokens, g.num_heads, 2 * g.head_dim)
-    q = rotate(rms_norm(query_gate[..., : g.head_dim], w.q_norm, g.rms_eps), cos, sin)
-    gate = jax.nn.sigmoid(query_gate[..., g.head_dim :])
-    k = linear(u, w.k).reshape(num_tokens, g.num_kv_heads, g.head_dim)
-    k = rotate(rms_norm(k, w.k_norm, g.rms_eps), cos, sin)
-    v = linear(u, w.v).reshape(num_tokens, g.num_kv_heads, g.head_dim)
-    k, v = encode_k(k, layout.kv_type), encode_v(v, layout.kv_type)
-    arena = write_cells(arena, pages, positions, valid, k, v, layout)
-    q = q.reshape(num_tokens, g.num_kv_heads, g.num_heads // g.num_kv_heads, g.head_dim) / g.head_dim**0.5
-    if w.indexer is None or state is None:
-        out, rows = _dense(q, arena, pages, positions, start + count, g, layout, store), None
+    query_gate, k, v = linears(u, (w.q, w.k, w.v))
+    rows: IndexState | None
+    if w.indexer is not None and state is not None and _by_kernels(w.ratio, g, layout):
+        index_q, index_k = linears(u, (w.indexer.q, w.indexer.k))
+        out, arena, keys, raw = kernels.sparse(
+            Projections(query_gate, k, v, index_q, index_k),
+            Norms(w.q_norm, w.k_norm, w.indexer.q_norm, w.indexer.k_norm),
+            state.keys, state.tail, arena, pages, store, start, count, w.ratio, g, layout,
+        )  # fmt: skip
+        rows = IndexState(keys, raw)
     else:
-        rows = _update_keys(u, w.indexer, w.ratio, state, start, count, g)
-        blocks, chosen = _select(u, w.indexer, w.ratio, rows.keys, positions, start + count, cos, sin, g)
-        out = _sparse(q, arena, pages, blocks, chosen, positions, w.ratio, g, layout, store)
+        out, arena, rows = _in_jnp(u, query_gate, k, v, w, arena, pages, state, start, count, valid, g, layout, store)
+    gate = jax.nn.sigmoid(query_gate.reshape(num_tokens, g.num_heads, 2 * g.head_dim)[..., g.head_dim :])
     gated = (out.reshape(num_tokens, g.num_heads, g.head_dim) * gate).reshape(num_tokens, -1)
     # rows past `count` see cells that nobody has written; their NaN would reach real rows in a GDN block's products
     return linear(jnp.where(valid[:, None], gated, 0.0), w.out), arena, rows
@@ -121,6 +119,45 @@ def advance(before: IndexState | None, after: IndexState | None, count: jax.Arra
     if before is None or after is None:
         return None
     return IndexState(after.keys, jax.lax.dynamic_slice_in_dim(after.tail, count, before.tail.shape[0]))
+
+
+def _by_kernels(ratio: int, g: Geometry, layout: CellLayout) -> bool:
+    return layout.kernels and attention_problem(g, ratio, layout.kv_type) is None
+
+
+def _in_jnp(
+    u: jax.Array,
+    query_gate: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    w: AttentionWeights,
+    arena: jax.Array,
+    pages: jax.Array,
+    state: IndexState | None,
+    start: jax.Array,
+    count: jax.Array,
+    valid: jax.Array,
+    g: Geometry,
+    layout: CellLayout,
+    store: CellStore | None,
+) -> tuple[jax.Array, jax.Array, IndexState | None]:
+    """What `attend` does between the products: f32[T, G, H/G, d], the arena, the rows for `advance`."""
+    num_tokens = u.shape[0]
+    positions = start + jnp.arange(num_tokens)
+    cos, sin = rope_tables(positions, g.rope_dim, g.rope_base)
+    query_gate = query_gate.reshape(num_tokens, g.num_heads, 2 * g.head_dim)
+    q = rotate(rms_norm(query_gate[..., : g.head_dim], w.q_norm, g.rms_eps), cos, sin)
+    k = k.reshape(num_tokens, g.num_kv_heads, g.head_dim)
+    k = rotate(rms_norm(k, w.k_norm, g.rms_eps), cos, sin)
+    v = v.reshape(num_tokens, g.num_kv_heads, g.head_dim)
+    k, v = encode_k(k, layout.kv_type), encode_v(v, layout.kv_type)
+    arena = write_cells(arena, pages, positions, valid, k, v, layout)
+    q = q.reshape(num_tokens, g.num_kv_heads, g.num_heads // g.num_kv_heads, g.head_dim) / g.head_dim**0.5
+    if w.indexer is None or state is None:
+        return dense_attention(q, arena, pages, positions, start + count, g, layout, store), arena, None
+    rows = _update_keys(u, w.indexer, w.ratio, state, start, count, g)
+    blocks, chosen = _select(u, w.indexer, w.ratio, rows.keys, positions, start + count, cos, sin, g)
+    return _sparse(q, arena, pages, blocks, chosen, positions, w.ratio, g, layout, store), arena, rows
 
 
 def _update_keys(
@@ -210,7 +247,7 @@ def _sparse(
         q_t, blocks_t, mask_t = args
         num_tokens = q_t.shape[0]
         keep = mask_t.reshape(num_tokens, -1)
-        k, v = _decode_cells(*read_cells(arena, pages, blocks_t * ratio, ratio, layout, store), mask_t, g, layout)
+        k, v = decode_cells(*read_cells(arena, pages, blocks_t * ratio, ratio, layout, store), mask_t, g, layout)
         scores = jnp.einsum("tghd,tngd->tghn", q_t, k, precision=HIGHEST)
         scores = jnp.where(keep[:, None, None, :], scores, MASKED)
         weight = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
@@ -236,47 +273,3 @@ def _map_tiles(f: Callable[[Any], jax.Array], args: tuple[jax.Array, ...], tile_
 
     out = jax.lax.map(f, tuple(split(x) for x in args))
     return out.reshape(num_tiles * tile_tokens, *out.shape[2:])[:num_tokens]
-
-
-def _decode_cells(
-    k: jax.Array, v: jax.Array, keep: jax.Array, g: Geometry, layout: CellLayout
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and values f32[..., N, G, d] of N cells in runs; those not in ``keep`` may hold anything, NaN included."""
-    flat = lambda x: x.reshape(*keep.shape[:-2], -1, x.shape[-1])  # noqa: E731
-    v = jnp.where(keep[..., None], v, 0)
-    k = decode_k(flat(k), layout.kv_type, g.num_kv_heads, g.head_dim)
-    return k, decode_v(flat(v), layout.kv_type, g.num_kv_heads, g.head_dim)
-
-
-def _dense(
-    q: jax.Array,
-    arena: jax.Array,
-    pages: jax.Array,
-    positions: jax.Array,
-    end: jax.Array,
-    g: Geometry,
-    layout: CellLayout,
-    store: CellStore | None,
-) -> jax.Array:
-    """Attention of each token over all cells up to its own, page by page with a running softmax."""
-    num_tokens, groups, heads, width = q.shape
-    run = layout.cells_per_page
-
-    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        top, total, out = carry
-        written = i * run + jnp.arange(run) < end
-        words = read_cells(arena, pages, (i * run)[None], run, layout, store)
-        k, v = _decode_cells(*words, written[None], g, layout)
-        keep = i * run + jnp.arange(run) <= positions[:, None]
-        scores = jnp.einsum("tghd,ngd->tghn", q, k, precision=HIGHEST)
-        scores = jnp.where(keep[:, None, None, :], scores, MASKED)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        weight = jnp.where(keep[:, None, None, :], jnp.exp(scores - new_top[..., None]), 0.0)
-        shrink = jnp.exp(top - new_top)
-        out = out * shrink[..., None] + jnp.einsum("tghn,ngd->tghd", weight, v, precision=HIGHEST)
-        return new_top, total * shrink + jnp.sum(weight, axis=-1), out
-
-    shape = (num_tokens, groups, heads)
-    start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
-    _, total, out = jax.lax.fori_loop(0, (end + run - 1) // run, step, start)
-    return out / jnp.maximum(total, 1e-30)[..., None]

@@ -85,6 +85,23 @@ class Carrier:
             if part.moves:
                 self.memory(phase)
 
+    def catch_up(self) -> bool:
+        """Bring the state in line with residents that rounds have replaced; says whether it changed.
+
+        Only slots that hold an expert on the device are looked at: what lent or given ones stand for is the policies'.
+        """
+        engine, slots = self.engine, self.state.slots
+        if engine.values is None:
+            return False
+        order, found = engine.plan.order, engine.residency.occupant
+        rank_of = np.empty(len(order.expert), np.int32)
+        rank_of[order.expert] = np.arange(len(order.expert), dtype=np.int32)
+        occupant = np.where(found >= 0, rank_of[found], slots.occupant).astype(np.int32)
+        if np.array_equal(occupant, slots.occupant):
+            return False
+        self.state = with_slots(self.state, occupant=occupant)
+        return True
+
     def verify(self) -> dict[str, int]:
         """See `check_agreement`."""
         return check_agreement(self.engine, self.stack.ctx, self.state, self.pledged)

@@ -17,9 +17,11 @@ import numpy as np
 from strata_jax.engine.attention import IndexState
 from strata_jax.engine.cell_store import compile_copies
 from strata_jax.engine.decode import tail_of
-from strata_jax.engine.experts import ExpertCounts
+from strata_jax.engine.experts import ExpertCounts, LayerBank
 from strata_jax.engine.model import State
 from strata_jax.engine.sampler import sampling_arrays
+from strata_jax.engine.staging import Stage, StageShapes, next_staged
+from strata_jax.memory.staging import buffer_lines
 from strata_jax.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -36,16 +38,27 @@ class ChunkRead:
 
 
 def read_chunk(
-    engine: Engine, state: State, ids: np.ndarray, ple_rows: np.ndarray | None, start: int, count: int
+    engine: Engine,
+    state: State,
+    ids: np.ndarray,
+    ple_rows: np.ndarray | None,
+    start: int,
+    count: int,
+    stage: Stage | None = None,
+    next_count: int = 0,
 ) -> tuple[jax.Array, State, ChunkRead]:
     """Read ``count`` of the tokens i32[T] from position ``start`` on.
+
+    Args:
+        stage: where missing experts come from ahead of the blocks; None: from nowhere.
+        next_count: tokens of the next chunk, where that takes staged experts too.
 
     Returns:
         the arena's core with the new cells (the old one is used up), the state after them, and the rest.
     """
     programs, weights, segments = engine.programs, engine.weights.without_head(), engine.segments
-    tables = engine.program_tables
-    first, num = np.int32(start), np.int32(count)
+    tables, staging = engine.program_tables, _Blocks(engine, stage, count, next_count)
+    first, num = jax.device_put((np.int32(start), np.int32(count)))
     blocks, counts = list(state.blocks), []
     draft_state, tail = state.draft, state.draft_tail
     if isinstance(draft_state, IndexState) and tail is not None:
@@ -53,7 +66,7 @@ def read_chunk(
     streams, arena, history = programs.embed(weights, ids), engine.arena, state.ple_history
     attention_row = 0
     for layer, w in enumerate(weights.blocks):
-        bank, number = engine.banks[layer], np.int32(layer)
+        bank, number = staging.bank(layer), np.int32(layer)
         if w.ple is not None:
             streams, history = programs.ple_chunk(streams, ple_rows, w.ple, history, num)
         kind, w = engine.block_kind[layer], replace(w, ple=None)
@@ -67,12 +80,15 @@ def read_chunk(
                 num,
             )  # fmt: skip
             attention_row += 1
+        staging.started(used)
         counts.append(used)
     draft_streams = None
     if engine.plan.with_draft:
+        bank = staging.bank(len(engine.banks) - 1)
         draft_streams, arena, draft_state, hidden, used = programs.draft_chunk(
-            weights, engine.banks[-1], tables, arena, segments, draft_state, ids, streams, state.hidden, first, num
+            weights, bank, tables, arena, segments, draft_state, ids, streams, state.hidden, first, num
         )
+        staging.started(used)
         counts.append(used)
     else:
         hidden = programs.last_hidden(streams, num)
@@ -80,6 +96,28 @@ def read_chunk(
     if tail is not None:
         tail = programs.second(tail)
     return arena, State(tuple(blocks), draft_state, tail, history, hidden), ChunkRead(streams, draft_streams, counts)
+
+
+class _Blocks:
+    """The banks of a chunk's blocks as its programs take them, with what is staged."""
+
+    def __init__(self, engine: Engine, stage: Stage | None, count: int, next_count: int) -> None:
+        self.engine, self.stage, self.count, self.next_count = engine, stage, count, next_count
+        self.order = next_staged(engine.banks)
+        self.taken = False
+
+    def bank(self, layer: int) -> LayerBank:
+        bank, self.taken = self.engine.banks[layer], self.stage is not None and layer in self.order
+        if self.stage is None or not self.taken:
+            return replace(bank, in_chunks=True)
+        following, num_tokens = self.order[layer], self.count
+        if following is None and self.next_count:  # the last block copies for the first of the next chunk
+            following, num_tokens = min(self.order), self.next_count
+        return replace(bank, in_chunks=True, staged=self.stage.take(layer, following, num_tokens))
+
+    def started(self, used: ExpertCounts) -> None:
+        if self.stage is not None and self.taken:
+            self.stage.started(used.lookups)
 
 
 def window_rows(num_tokens: int, spec_window: int, num_drafts: int, min_p: float) -> int:
@@ -120,7 +158,10 @@ def _abstract(engine: Engine, num_lent: int) -> Engine:
 def _compile_chunk(engine: Engine, bucket: int) -> None:
     state: Any = jax.eval_shape(engine.empty_state)
     ids = np.zeros(bucket, np.int32)
-    read_chunk(engine, state, ids, engine.ple_rows([], [0], bucket), 0, 1)
+    stage: Stage | None = None
+    if bucket in engine.plan.staged_buckets:
+        stage = StageShapes(buffer_lines(engine.plan.stage_bytes), engine.geometry.num_experts)
+    read_chunk(engine, state, ids, engine.ple_rows([], [0], bucket), 0, 1, stage)
 
 
 def _compile_rounds(engine: Engine, min_p: float) -> None:
@@ -134,12 +175,14 @@ def _compile_rounds(engine: Engine, min_p: float) -> None:
     before = (engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments, state)
     if num_drafts:
         hidden: Any = jax.ShapeDtypeStruct((1, *state.hidden.shape), jnp.float32)
-        programs.first_window(num_drafts, *before, np.zeros(1, np.int32), hidden, zero, one, np.float32(0))
+        programs.first_window(
+            num_drafts, *before, np.zeros(1, np.int32), hidden, zero, one, np.float32(0), engine.values
+        )
     for num_tokens in {1, plan.spec_window}:
         size = window_rows(num_tokens, plan.spec_window, num_drafts, min_p)
         ids = np.zeros(size, np.int32)
         rows = engine.ple_rows([], [0], size)
-        programs.decode(num_drafts, *before, ids, one, zero, rows, ids, how, np.float32(0))
+        programs.decode(num_drafts, *before, ids, one, zero, rows, ids, how, np.float32(0), engine.values)
 
 
 def _compile_fills(engine: Engine) -> None:

@@ -28,9 +28,11 @@ from strata_jax.engine.model import (
     advance_block,
     block,
     draft_inputs,
+    expert_places,
     logits,
     trunk,
 )
+from strata_jax.engine.replacement import Kept, UseValues, kept_before
 from strata_jax.engine.sampler import SamplingArrays, sample
 
 
@@ -71,11 +73,13 @@ def decode_step(
     forced: jax.Array,
     how: SamplingArrays,
     min_p: jax.Array,
+    values: UseValues | None = None,
     *,
     num_drafts: int,
     spec: ModelSpec,
-) -> tuple[jax.Array, State, Round]:
-    """Run one round; returns the arena, the state after the kept tokens, and what the host reads.
+) -> tuple[jax.Array, State, Round, Kept | None]:
+    """Run one round; returns the arena, the state after the kept tokens, what the host reads, and with ``values`` what
+    replacement has changed.
 
     Args:
         window: i32[T], the last token and its drafts, at positions ``start + i``; ``count`` of them are real.
@@ -83,25 +87,25 @@ def decode_step(
         min_p: a draft less probable than this ends the next window.
         num_drafts: drafts to make for the next window (0 where the MTP block is not used).
     """
-    streams, arena, after, ple_inputs, counts, uses = trunk(
-        weights, banks, tables, arena, segments, state, window, ple_rows, start, count, spec
+    streams, arena, after, ple_inputs, counts, uses, kept = trunk(
+        weights, banks, tables, arena, segments, state, window, ple_rows, start, count, spec, values
     )
     assert weights.head is not None
     scores = logits(streams, weights.out_mixer, weights.head, spec.geometry)
     rows = jnp.arange(window.shape[0])
     chosen = jnp.where(forced >= 0, forced, sample(scores, start + 1 + rows, how))
     agrees = (window[1:] == chosen[:-1]) & (rows[1:] < count)
-    kept = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32)))
+    num_kept = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32)))
     hidden = streams.reshape(window.shape[0], -1)
     state = replace(
         state,
-        blocks=tuple(advance_block(b, a, kept) for b, a in zip(state.blocks, after, strict=True)),
-        ple_history=None if ple_inputs is None else ple.advance(ple_inputs, kept, spec.geometry),
-        hidden=hidden[kept - 1],
+        blocks=tuple(advance_block(b, a, num_kept) for b, a in zip(state.blocks, after, strict=True)),
+        ple_history=None if ple_inputs is None else ple.advance(ple_inputs, num_kept, spec.geometry),
+        hidden=hidden[num_kept - 1],
     )
     drafts, num_good = jnp.zeros(num_drafts, jnp.int32), jnp.int32(0)
     if num_drafts:
-        arena, state, drafts, num_good, draft_counts = draft(
+        arena, state, drafts, num_good, draft_counts, kept = draft(
             weights,
             banks,
             tables,
@@ -111,8 +115,9 @@ def decode_step(
             chosen,
             hidden,
             start + 1,
-            kept,
+            num_kept,
             min_p,
+            kept,
             num_drafts=num_drafts,
             spec=spec,
         )
@@ -121,7 +126,8 @@ def decode_step(
         uses.append(draft_counts.uses)
     elif weights.draft is not None:
         uses.append(jnp.zeros_like(uses[-1]))
-    return arena, state, Round(chosen, kept, drafts, num_good, scores, counts, jnp.stack(uses))
+    kept = None if kept is None else kept.next_round()
+    return arena, state, Round(chosen, num_kept, drafts, num_good, scores, counts, jnp.stack(uses)), kept
 
 
 def draft(
@@ -136,33 +142,41 @@ def draft(
     start: jax.Array,
     count: jax.Array,
     min_p: jax.Array,
+    before: UseValues | Kept | None = None,
     *,
     num_drafts: int,
     spec: ModelSpec,
-) -> tuple[jax.Array, State, jax.Array, jax.Array, ExpertCounts]:
+) -> tuple[jax.Array, State, jax.Array, jax.Array, ExpertCounts, Kept | None]:
     """Feed ``count`` tokens at positions ``start + i`` to the MTP block and draft on from the last of them.
 
     Args:
         hidden: f32[T, C*E], the trunk's streams at the position before each token.
+        before: what replacement starts from, or what it has changed so far in this round; each pass takes a turn.
 
     Returns:
-        arena, state, drafts i32[num_drafts], how many of them in a row reach ``min_p``, expert counts.
+        arena, state, drafts i32[num_drafts], how many of them in a row reach ``min_p``, expert counts, what replacement
+        has changed.
     """
+    kept = kept_before(before, tables, segments) if isinstance(before, UseValues) else before
     run = partial(feed_draft, weights, banks[-1], tables, spec=spec)
-    streams, arena, after, counts = run(arena, segments, state.draft, tokens, hidden, start, count)
+    streams, arena, after, counts, kept = run(arena, segments, state.draft, tokens, hidden, start, count, kept=kept)
     fed, before_last = advance_block(state.draft, after, count), advance_block(state.draft, after, count - 1)
     last = jax.lax.dynamic_slice_in_dim(streams, count - 1, 1)
     token, prob = _pick(weights, last, spec)
 
     def step(carry: tuple, i: jax.Array) -> tuple[tuple, tuple[jax.Array, jax.Array]]:
-        arena, index, token, h, total = carry
+        arena, index, token, h, total, kept = carry
         before, one = h.reshape(1, -1), jnp.int32(1)
-        streams, arena, after, more = run(arena, segments, index, token, before, start + count + i, one)
+        streams, arena, after, more, kept = run(
+            arena, segments, index, token, before, start + count + i, one, kept=kept
+        )
         nxt, prob = _pick(weights, streams, spec)
-        return (arena, advance_block(index, after, one), nxt, streams, total + more), (nxt[0], prob)
+        return (arena, advance_block(index, after, one), nxt, streams, total + more, kept), (nxt[0], prob)
 
-    carry = (arena, fed, token, last, no_counts(spec.geometry.num_experts))
-    (arena, drafted, _, _, more), (tokens_after, probs_after) = jax.lax.scan(step, carry, jnp.arange(num_drafts - 1))
+    carry = (arena, fed, token, last, no_counts(spec.geometry.num_experts), kept)
+    (arena, drafted, _, _, more, kept), (tokens_after, probs_after) = jax.lax.scan(
+        step, carry, jnp.arange(num_drafts - 1)
+    )
     drafts = jnp.concatenate([token, tokens_after])
     good = jnp.cumprod((jnp.concatenate([prob[None], probs_after]) >= min_p).astype(jnp.int32))
     # of what the later drafts did only the keys of blocks remain, which the next round overwrites in time
@@ -170,7 +184,7 @@ def draft(
     if isinstance(drafted, IndexState) and isinstance(fed, IndexState):
         index = IndexState(drafted.keys, fed.tail)
     state = replace(state, draft=index, draft_tail=tail_of(before_last))
-    return arena, state, drafts, jnp.sum(good), counts + more
+    return arena, state, drafts, jnp.sum(good), counts + more, kept
 
 
 def feed_draft(
@@ -185,18 +199,20 @@ def feed_draft(
     start: jax.Array,
     count: jax.Array,
     spec: ModelSpec,
-) -> tuple[jax.Array, jax.Array, Any, ExpertCounts]:
+    kept: Kept | None = None,
+) -> tuple[jax.Array, jax.Array, Any, ExpertCounts, Kept | None]:
     """Run the MTP block on ``count`` of T tokens.
 
     Returns:
-        streams f32[T, C, E], arena, what `advance_block` needs, expert counts.
+        streams f32[T, C, E], arena, what `advance_block` needs, expert counts, what replacement has changed so far.
     """
     assert weights.draft is not None
     g = spec.geometry
     layer, row = g.num_layers, spec.attention_index(g.num_layers)
     return block(
-        draft_inputs(weights, tokens, hidden, g), weights.draft.block, bank, arena, segments,
-        tables.expert_pages(layer), tables.kv_pages[row], index, start, count, spec, tables.store_of(row),
+        draft_inputs(weights, tokens, hidden, g), weights.draft.block, bank, arena,
+        segments if kept is None else kept.segments, expert_places(tables, layer, kept, spec), tables.kv_pages[row],
+        index, start, count, spec, tables.store_of(row),
     )  # fmt: skip
 
 

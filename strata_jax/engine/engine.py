@@ -21,7 +21,9 @@ from strata_jax.engine.load import load_banks, load_weights
 from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix
 from strata_jax.engine.model import ModelSpec, State, Weights
 from strata_jax.engine.programs import Programs, Watch
+from strata_jax.engine.replacement import Kept, UseValues, start_values
 from strata_jax.engine.residency import Fill, Residency, first_residency
+from strata_jax.engine.staging import Staging
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.layout import PLE_TABLE
 from strata_jax.gguf.source import WeightSource
@@ -37,9 +39,9 @@ class Engine:
     """Weights, bank, arena and programs. Sequences are run by `strata_jax.engine.session.Session`.
 
     Attributes:
-        weights: dense weights, packed as stored.
+        weights: dense weights, packed as stored or, for kernels, in planes.
         banks: packed experts of every block (MTP block last when drafting).
-        residency: who sits where in the arena; the master of ``tables``.
+        known: who sits where in the arena, as the host last knew it: see `residency`.
         tables: the same on the device.
         arena: the core u32[P, page_words]; owned by the engine, lent to the running step.
         segments: the segments u32[Pi, page_words] that are there; the others are lent.
@@ -49,6 +51,9 @@ class Engine:
         cell_store: u32[A * N, page_words] in host memory, a row for every group of cells; those that `residency` has no
             page for are valid. None: all cells are on the device.
         mover: who carries out moves that a session asks for; the last `Mover` made for the engine.
+        values: what experts are worth, where rounds keep residency up; None: they do not.
+        behind: rounds have changed residents on the device since the host read them.
+        staging: what copies experts ahead of prompt chunks; None: nothing does.
     """
 
     file: WeightSource
@@ -56,7 +61,7 @@ class Engine:
     plan: MemoryPlan
     weights: Weights
     banks: tuple[LayerBank, ...]
-    residency: Residency
+    known: Residency
     tables: Tables
     arena: jax.Array
     segments: Segments
@@ -66,6 +71,9 @@ class Engine:
     stopped: str | None = None
     cell_store: jax.Array | None = None
     mover: Any = None
+    values: UseValues | None = None
+    behind: bool = False
+    staging: Staging | None = None
 
     @classmethod
     def load(
@@ -87,7 +95,8 @@ class Engine:
             FormatError: a tensor's type is one that the engine cannot decode.
         """
         geometry.check_engine_types()
-        weights = load_weights(file, geometry, with_draft=plan.with_draft)
+        kernels = plan.request.expert_kernels
+        weights = load_weights(file, geometry, with_draft=plan.with_draft, kernels=kernels)
         banks = load_banks(
             file, geometry, plan.num_blocks, plan.page_bytes, bank_sharding(), kernels=plan.request.expert_kernels
         )
@@ -108,8 +117,13 @@ class Engine:
         """As `load`, for weights and banks that were read for a plan of the same blocks, page and kernels."""
         sharding = bank_sharding()
         k_bytes, v_bytes = cell_bytes(plan.kv_type, geometry.num_kv_heads, geometry.head_dim)
-        cells = CellLayout(plan.kv_type, plan.cells_per_page, k_bytes // 4, v_bytes // 4, plan.context_cells)
-        programs = Programs(ModelSpec(geometry, cells))
+        cells = CellLayout(
+            plan.kv_type, plan.cells_per_page, k_bytes // 4, v_bytes // 4, plan.context_cells,
+            kernels=plan.request.expert_kernels,
+        )  # fmt: skip
+        decay = plan.request.moving.replacement_decay
+        spec = ModelSpec(geometry, cells, replacement_decay=decay or 0.0, kernels=plan.request.expert_kernels)
+        programs = Programs(spec)
         if watch is not None:
             programs.watch = watch
         layout, store = plan.arena, None
@@ -120,14 +134,33 @@ class Engine:
         engine = cls(
             file, geometry, plan, weights, banks, residency, device_tables(residency), arrays[0], tuple(arrays[1:]),
             programs, _block_kinds(weights, banks), cell_store=store,
+            values=None if decay is None else start_values(plan.order, plan.num_blocks),
         )  # fmt: skip
         if loans is not None:
             compile_programs(engine, loans, min_p)
+        if plan.stage_bytes:
+            engine.staging = Staging.of(banks)
         # the segments last and next to each other, so that the allocator gets them back in one piece
         for idx, pages in enumerate(layout.array_pages):
             engine.set_array(idx, new_pages(pages, plan.page_bytes))
         engine.copy_experts(residency.residents(range(residency.num_slots)))
         return engine
+
+    @property
+    def residency(self) -> Residency:
+        """Who sits where in the arena; the master of ``tables``.
+
+        Rounds with replacement change residents on the device alone. Whoever asks for them next reads the table, once.
+        """
+        if self.behind:
+            self.known, self.behind = self.known.with_experts(np.array(self.tables.slot_of)), False
+        return self.known
+
+    def after_turns(self, kept: Kept | None) -> None:
+        """Take over what a round has changed besides the arena's core; None: it has no replacement."""
+        if kept is not None:
+            self.segments, self.values = kept.segments, kept.values
+            self.tables, self.behind = replace(self.tables, slot_of=kept.tables.slot_of), True
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
@@ -162,9 +195,15 @@ class Engine:
         return copied
 
     def publish(self, residency: Residency) -> None:
-        """Make tables the valid ones, on the host and on the device, in one step: after an exception none changed."""
-        tables = device_tables(residency, self.residency, self.tables)
-        self.residency, self.tables = residency, tables
+        """Make tables the valid ones, on the host and on the device, in one step: after an exception none changed.
+
+        Raises:
+            RuntimeError: they were made before rounds changed residents, which the host has not read since.
+        """
+        if self.behind:
+            raise RuntimeError("these tables are older than the device's: rounds have replaced experts since")
+        tables = device_tables(residency, self.known, self.tables)
+        self.known, self.tables = residency, tables
 
     def check_tables(self) -> None:
         """Verify the tables.
@@ -258,7 +297,7 @@ class Engine:
         """
         owners = {Owner.RESERVE}
         planned = sum(e.phase_bytes[0] for e in self.plan.ledger.entries if e.owner not in owners)
-        trees = (self.weights, self.banks, self.program_tables, self.arrays, state)
+        trees = (self.weights, self.banks, self.program_tables, self.values, self.arrays, state)
         found = sum({id(x): x.nbytes for x in jax.tree.leaves(trees)}.values())
         if abs(found - planned) > LEDGER_TOLERANCE_FRAC * planned:
             raise RuntimeError(f"the ledger says {planned:,} bytes, the engine's arrays have {found:,}")

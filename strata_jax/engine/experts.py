@@ -15,13 +15,18 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from strata_jax.engine import expert_kernels
 from strata_jax.engine.arena import read_pages
-from strata_jax.engine.matrix import Matrix, linear, matmul_t
+from strata_jax.engine.matrix import Matrix, linear, linears, matmul_t
+from strata_jax.engine.replacement import Kept, Turn, take_turn
 from strata_jax.geometry import Geometry
 from strata_jax.kernels.dequant import dequantize_words
 from strata_jax.kernels.expert_gemv import ExpertLayout
+from strata_jax.kernels.route import Routing
+from strata_jax.kernels.route.reference import choose_experts as choose_by_sorting
+from strata_jax.kernels.route.reference import count_uses, keep_real, weigh_shared
 from strata_jax.memory.layout import MAX_WINDOW_TOKENS, expert_tile_rows
 
 R = TypeVar("R")
@@ -52,21 +57,42 @@ class BlobLayout:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Staged:
+    """Experts of one block that were copied ahead of the chunk that needs them.
+
+    Attributes:
+        words: u32[lines, 128]. lines: i32[X], the line where the blob of each expert starts, -1 = it is not there.
+    """
+
+    words: jax.Array
+    lines: jax.Array | np.ndarray
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class LayerBank:
     """All experts of one block in host memory.
 
     Attributes:
         blobs: u32[X, blob_words]. num_pages: the pages of the arena that a blob fills.
         layout: of a blob: as packed in the file, for the reference, or in planes, for the kernels; None: not known.
+        staged: copies of some of them on the device; None: nothing is staged.
+        in_chunks: a prompt is read: the kernels for chunks compute it, however short it is.
     """
 
     blobs: jax.Array
     layout: BlobLayout | ExpertLayout | None = field(metadata={"static": True})
     num_pages: int = field(metadata={"static": True})
+    staged: Staged | None = None
+    in_chunks: bool = field(default=False, metadata={"static": True})
 
     def bare(self) -> LayerBank:
         """The same blobs without what is inside them, for programs that only copy whole blobs."""
         return replace(self, layout=None)
+
+    def has_window_kernels(self, num_tokens: int) -> bool:
+        """Whether the kernels for windows compute so many tokens."""
+        return isinstance(self.layout, ExpertLayout) and not self.in_chunks and num_tokens <= MAX_WINDOW_TOKENS
 
     def fetch(self, expert: jax.Array) -> jax.Array:
         """One expert's words, u32[blob_words], brought into device memory."""
@@ -113,12 +139,34 @@ def no_counts(num_experts: int | None = None) -> ExpertCounts:
     return ExpertCounts(jnp.int32(0), jnp.int32(0), uses)
 
 
-def route(u: jax.Array, w: ExpertWeights, num_used: int) -> tuple[jax.Array, jax.Array]:
-    """Choose the experts of each token, in ascending order of expert: ids i32[T, K], weights f32[T, K]."""
-    values, ids = jax.lax.top_k(jax.nn.softmax(linear(u, w.router), axis=-1), num_used)
-    weights = values / jnp.sum(values, axis=-1, keepdims=True)
-    ids, weights = jax.lax.sort((ids, weights), num_keys=1)
-    return ids, weights
+@dataclass(frozen=True)
+class Routed:
+    """The experts of each token: ``ids: i32[T, K]`` ascending, X = none, and ``weights: f32[T, K]``, 0 there.
+
+    Attributes:
+        shared: f32[T, 1], the weight of the shared expert.
+        hits: i32[], pairs whose expert is resident. uses: i32[X], tokens of each expert.
+        window: what the window kernels need besides; None: they do not run.
+    """
+
+    ids: jax.Array
+    weights: jax.Array
+    shared: jax.Array
+    hits: jax.Array
+    uses: jax.Array
+    window: Routing | None = None
+
+
+def route(u: jax.Array, w: ExpertWeights, pages: jax.Array, count: jax.Array, num_used: int, bank: LayerBank) -> Routed:
+    """Choose the experts of T tokens of which the first ``count`` are real."""
+    scores = linear(u, w.router)
+    if bank.has_window_kernels(u.shape[0]):
+        assert isinstance(bank.layout, ExpertLayout)
+        found = expert_kernels.route(scores, u, w.shared_router, pages, count, num_used, bank.layout)
+        return Routed(found.ids, found.weights, found.shared, found.hits, found.uses, found)
+    choose = expert_kernels.choose if isinstance(bank.layout, ExpertLayout) else choose_by_sorting
+    ids, weights = keep_real(*choose(scores, num_used), count, pages.shape[0])
+    return Routed(ids, weights, weigh_shared(u, w.shared_router), *count_uses(ids, pages))
 
 
 def mixture(
@@ -126,36 +174,39 @@ def mixture(
     w: ExpertWeights,
     bank: LayerBank,
     arrays: Sequence[jax.Array],
-    pages: jax.Array,
+    pages: jax.Array | Turn,
     count: jax.Array,
     g: Geometry,
-) -> tuple[jax.Array, ExpertCounts]:
+) -> tuple[jax.Array, ExpertCounts, tuple[jax.Array, Kept] | None]:
     """Routed plus shared experts for T tokens of which the first ``count`` are real.
 
     Args:
         arrays: the arena's core and its segments; no resident expert lies in a segment left out.
-        pages: i32[X], first arena page of each expert of this block, -1 = read it from the bank.
+        pages: i32[X], first arena page of each expert of this block, -1 = read it from the bank. Or the block's turn:
+            then what it misses is fetched first.
 
     Returns:
-        f32[T, E] (rows past ``count`` hold the shared expert only) and the counts.
+        f32[T, E] (rows past ``count`` hold the shared expert only), the counts; after a turn the core and the rest
+        of what it has changed.
     """
-    num_tokens = u.shape[0]
-    ids, weights = route(u, w, g.num_experts_used)
-    valid = jnp.arange(num_tokens) < count
-    ids, weights = jnp.where(valid[:, None], ids, g.num_experts), jnp.where(valid[:, None], weights, 0.0)
-    gate = jax.nn.sigmoid(jnp.sum(u * w.shared_router, axis=-1, keepdims=True))
-    hidden = jax.nn.silu(linear(u, w.shared_gate)) * linear(u, w.shared_up)
-    shared = gate * linear(hidden, w.shared_down)
-    hits = jnp.sum(jnp.where(ids < g.num_experts, pages[jnp.minimum(ids, g.num_experts - 1)] >= 0, False))
-    uses = jnp.zeros(g.num_experts + 1, jnp.int32).at[ids.reshape(-1)].add(1)[: g.num_experts]
-    counts = ExpertCounts(count.astype(jnp.int32) * g.num_experts_used, hits.astype(jnp.int32), uses)
-    few = num_tokens <= MAX_WINDOW_TOKENS
-    if isinstance(bank.layout, ExpertLayout):
-        by_kernel = expert_kernels.window if few else expert_kernels.chunk
-        routed = by_kernel(u, ids, weights, tuple(arrays), bank.blobs, pages, bank.layout)
+    turn, pages = (pages, pages.pages) if isinstance(pages, Turn) else (None, pages)
+    to, turned = route(u, w, pages, count, g.num_experts_used, bank), None
+    shared_gate, shared_up = linears(u, (w.shared_gate, w.shared_up))
+    shared = to.shared * linear(jax.nn.silu(shared_gate) * shared_up, w.shared_down)
+    if turn is not None:
+        most, kernels = min(g.num_experts, to.ids.size), isinstance(bank.layout, ExpertLayout)
+        arrays, done = take_turn(turn, to.uses, bank.blobs, tuple(arrays), most, kernels=kernels)
+        pages, turned = done.pages, (arrays[0], Kept(arrays[1:], done.tables))
+    counts = ExpertCounts(count.astype(jnp.int32) * g.num_experts_used, to.hits, to.uses)
+    if not isinstance(bank.layout, ExpertLayout):
+        in_jnp = _window if u.shape[0] <= MAX_WINDOW_TOKENS else _chunk
+        routed = in_jnp(u, to.ids, to.weights, bank, arrays, pages, g)
+    elif to.window is not None:
+        routed = expert_kernels.window(to.window, tuple(arrays), bank.blobs, pages, bank.layout)
     else:
-        routed = (_window if few else _chunk)(u, ids, weights, bank, arrays, pages, g)
-    return routed + shared, counts
+        staged = () if bank.staged is None else ((bank.staged.words, jnp.asarray(bank.staged.lines)),)
+        routed = expert_kernels.chunk(u, to.ids, to.weights, tuple(arrays), bank.blobs, pages, bank.layout, staged)
+    return routed + shared, counts, turned
 
 
 def _window(

@@ -2,21 +2,28 @@
 
 One chunk of n tokens (n <= `CHUNK`) is computed from the state S at its start in closed form; a longer run is a scan
 over chunks. The state is advanced by a count of accepted tokens that may be smaller than n: that is how padding in a
-prompt chunk and rejected drafts in a decode window leave no trace. Shapes: T tokens, Hk key heads, Hv value heads,
-D head width, S: f32[Hv, D_key, D_value]. Source: qwen4exp (`ssm_*` tensors); the chunk form is the WY form of the
-gated delta rule (Yang et al., arXiv:2412.06464).
+prompt chunk and rejected drafts in a decode window leave no trace. Kernels can run both instead (`kernels/gdn_chunks`,
+`kernels/gdn_window`).
+
+Shapes: T tokens, Hk key heads, Hv value heads, D head width, S: f32[Hv, D_key, D_value]. Source: qwen4exp (`ssm_*`
+tensors); the chunk form is the WY form of the gated delta rule (Yang et al., arXiv:2412.06464).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from strata_jax.engine.layers import rms_norm
-from strata_jax.engine.matrix import Matrix, linear
+from strata_jax.engine.matrix import Matrix, linear, linears
 from strata_jax.geometry import Geometry
+from strata_jax.kernels import backend, gdn_window
+from strata_jax.kernels.gdn_chunks import chunk_problem, gdn_chunks
+from strata_jax.kernels.gdn_window import GdnVectors, WindowRows, head_problem
 from strata_jax.memory.layout import GDN_CHUNK_TOKENS as CHUNK
 
 BLOCK = 8
@@ -72,33 +79,53 @@ def causal_conv(inputs: jax.Array, kernel: jax.Array, num_tokens: int) -> jax.Ar
     return sum(inputs[j : j + num_tokens] * kernel[:, j] for j in range(taps))  # type: ignore[return-value]
 
 
-def window(u: jax.Array, w: GdnWeights, state: GdnState, g: Geometry) -> tuple[jax.Array, GdnRows]:
-    """Run T <= `CHUNK` tokens from ``state`` without advancing it: output f32[T, E] and the rows to advance with."""
+def window(
+    u: jax.Array, w: GdnWeights, state: GdnState, g: Geometry, *, kernels: bool = False
+) -> tuple[jax.Array, GdnRows | WindowRows]:
+    """Run T <= `CHUNK` tokens from ``state`` without advancing it: output f32[T, E] and the rows to advance with.
+
+    Args:
+        kernels: run the few tokens of a decode window by kernels, if these know heads of such a width.
+    """
     num_tokens = u.shape[0]
-    q, k, v, log_a, beta, conv_inputs = _project(u, w, state.conv, g)
+    if kernels and num_tokens <= gdn_window.MAX_TOKENS and head_problem(g.gdn_head_dim) is None:
+        products = linears(u, (w.qkv, w.gate, w.alpha, w.beta))
+        vectors = GdnVectors(w.conv, w.dt_bias, w.a, w.norm)
+        out, rows = _window_by_kernel(products, vectors, state, eps=g.rms_eps, interpret=backend.interprets())
+        return linear(out, w.out), rows
+    q, k, v, log_a, beta, conv_inputs, gate = _project(u, w, state.conv, g)
     if num_tokens == 1:
         o, deltas = _step(state.memory, q, k, v, log_a, beta)
-        return _output(o.reshape(1, -1), u, w, g), GdnRows(conv_inputs, k, deltas, log_a)
+        return _output(o.reshape(1, -1), gate, w, g), GdnRows(conv_inputs, k, deltas, log_a)
     terms = _inside(q, k, v, log_a, beta)
     o, deltas = _outputs(state.memory, terms)
-    return _output(o.reshape(num_tokens, -1), u, w, g), GdnRows(conv_inputs, k, deltas, terms.log_decay)
+    return _output(o.reshape(num_tokens, -1), gate, w, g), GdnRows(conv_inputs, k, deltas, terms.log_decay)
 
 
-def advance(state: GdnState, rows: GdnRows, count: jax.Array) -> GdnState:
+def advance(state: GdnState, rows: GdnRows | WindowRows, count: jax.Array) -> GdnState:
     """The state after the first ``count: i32`` tokens of the window (0 leaves it as it is)."""
+    if isinstance(rows, WindowRows):
+        return _advance_by_kernel(state, rows, count, interpret=backend.interprets())
     memory = _advance_memory(state.memory, rows.keys, rows.deltas, rows.log_decay, count)
     conv = jax.lax.dynamic_slice_in_dim(rows.conv_inputs, count, state.conv.shape[0])
     return GdnState(memory, conv)
 
 
-def prefill(u: jax.Array, w: GdnWeights, state: GdnState, count: jax.Array, g: Geometry) -> tuple[jax.Array, GdnState]:
+def prefill(
+    u: jax.Array, w: GdnWeights, state: GdnState, count: jax.Array, g: Geometry, *, kernels: bool = False
+) -> tuple[jax.Array, GdnState]:
     """Run T tokens of which the first ``count`` are real, and advance the state past them.
 
     Args:
         u: f32[T, E]; T is a multiple of `CHUNK`.
+        kernels: run the recurrence by kernels, if these know heads of such a width.
     """
     num_tokens = u.shape[0]
-    q, k, v, log_a, beta, conv_inputs = _project(u, w, state.conv, g)
+    q, k, v, log_a, beta, conv_inputs, gate = _project(u, w, state.conv, g)
+    conv = jax.lax.dynamic_slice_in_dim(conv_inputs, count, state.conv.shape[0])
+    if kernels and chunk_problem(g.gdn_head_dim) is None:
+        o, memory = _chunks_by_kernel(q, k, v, log_a, beta, state.memory, count, interpret=backend.interprets())
+        return _output(o, gate, w, g), GdnState(memory, conv)
     num_chunks = num_tokens // CHUNK
     parts = jax.tree.map(lambda x: x.reshape(num_chunks, CHUNK, *x.shape[1:]), (q, k, v, log_a, beta))
     inside = jax.vmap(_inside)(*parts)  # all that does not depend on the state, for all chunks at once
@@ -110,22 +137,44 @@ def prefill(u: jax.Array, w: GdnWeights, state: GdnState, count: jax.Array, g: G
         return _advance_memory(memory, k_i, deltas, terms.log_decay, count_i), o
 
     memory, o = jax.lax.scan(step, state.memory, (inside, parts[1], counts))
-    conv = jax.lax.dynamic_slice_in_dim(conv_inputs, count, state.conv.shape[0])
-    return _output(o.reshape(num_tokens, -1), u, w, g), GdnState(memory, conv)
+    return _output(o.reshape(num_tokens, -1), gate, w, g), GdnState(memory, conv)
 
 
 def _project(u: jax.Array, w: GdnWeights, conv_state: jax.Array, g: Geometry) -> tuple[jax.Array, ...]:
-    """Queries, keys f32[T, Hk, D], values f32[T, Hv, D], log decay and beta f32[T, Hv], convolution inputs."""
+    """Queries, keys f32[T, Hk, D], values f32[T, Hv, D], log decay and beta f32[T, Hv], convolution inputs, gate."""
     num_tokens = u.shape[0]
     heads, width = g.gdn_key_heads, g.gdn_head_dim
-    conv_inputs = jnp.concatenate([conv_state, linear(u, w.qkv)])
+    qkv, gate, alpha, beta = linears(u, (w.qkv, w.gate, w.alpha, w.beta))
+    conv_inputs = jnp.concatenate([conv_state, qkv])
     c = jax.nn.silu(causal_conv(conv_inputs, w.conv, num_tokens))
     q = _l2_norm(c[:, : heads * width].reshape(num_tokens, heads, width), g.rms_eps) / width**0.5
     k = _l2_norm(c[:, heads * width : 2 * heads * width].reshape(num_tokens, heads, width), g.rms_eps)
     v = c[:, 2 * heads * width :].reshape(num_tokens, g.gdn_value_heads, width)
-    log_a = w.a * jax.nn.softplus(linear(u, w.alpha) + w.dt_bias)
-    beta = jax.nn.sigmoid(linear(u, w.beta))
-    return q, k, v, log_a, beta, conv_inputs
+    log_a = w.a * jax.nn.softplus(alpha + w.dt_bias)
+    return q, k, v, log_a, jax.nn.sigmoid(beta), conv_inputs, gate
+
+
+@partial(jax.jit, static_argnames=("eps", "interpret"))
+def _window_by_kernel(
+    products: tuple[jax.Array, ...], w: GdnVectors, state: GdnState, *, eps: float, interpret: bool
+) -> tuple[jax.Array, WindowRows]:
+    """Jitted inside the programs that call it, so that all blocks share one lowered kernel; the next ones, too."""
+    qkv, gate, alpha, beta = products
+    return gdn_window.gdn_window(
+        qkv, gate, alpha, beta, w, state.memory, state.conv, eps, backend="triton", interpret=interpret
+    )
+
+
+@partial(jax.jit, static_argnames=("interpret",))
+def _chunks_by_kernel(*args: Any, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    return gdn_chunks(*args, chunk=CHUNK, backend="triton", interpret=interpret)
+
+
+@partial(jax.jit, static_argnames=("interpret",))
+def _advance_by_kernel(state: GdnState, rows: WindowRows, count: jax.Array, *, interpret: bool) -> GdnState:
+    return GdnState(
+        *gdn_window.gdn_advance(state.memory, state.conv, rows, count, backend="triton", interpret=interpret)
+    )
 
 
 def _l2_norm(x: jax.Array, eps: float) -> jax.Array:
@@ -243,8 +292,8 @@ def _advance_memory(
     return jnp.exp(last)[:, None, None] * memory + update
 
 
-def _output(o: jax.Array, u: jax.Array, w: GdnWeights, g: Geometry) -> jax.Array:
-    num_tokens = u.shape[0]
+def _output(o: jax.Array, gate: jax.Array, w: GdnWeights, g: Geometry) -> jax.Array:
+    num_tokens = o.shape[0]
     heads = o.reshape(num_tokens, g.gdn_value_heads, g.gdn_head_dim)
     normed = rms_norm(heads, w.norm, g.rms_eps).reshape(num_tokens, -1)
-    return linear(normed * jax.nn.sigmoid(linear(u, w.gate)), w.out)
+    return linear(normed * jax.nn.sigmoid(gate), w.out)

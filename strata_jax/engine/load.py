@@ -1,6 +1,11 @@
-"""From a GGUF file to device pytrees: dense weights as stored, experts into the bank."""
+"""From a GGUF file to device pytrees: dense weights as stored or in planes, experts into the bank."""
 
 from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,27 +15,63 @@ from strata_jax.engine.attention import AttentionWeights, IndexerWeights
 from strata_jax.engine.experts import BlobLayout, BlobPart, ExpertWeights, LayerBank
 from strata_jax.engine.gdn import GdnWeights
 from strata_jax.engine.layers import MixerWeights
-from strata_jax.engine.matrix import Matrix, from_bytes
+from strata_jax.engine.matrix import from_bytes
 from strata_jax.engine.model import BlockWeights, DraftWeights, Weights
 from strata_jax.engine.ple import PleWeights
 from strata_jax.engine.spread import spread_blobs
 from strata_jax.geometry import Geometry
-from strata_jax.gguf.layout import PLE_TABLE
+from strata_jax.gguf.layout import OUTPUT, PLE_TABLE, TOKEN_EMBD
 from strata_jax.gguf.source import WeightSource
 from strata_jax.kernels.expert_gemv import ExpertLayout, expert_layout, pack_expert
+from strata_jax.memory.dense_planes import dense_planes
 from strata_jax.memory.expert_kernels import kernel_layers
 from strata_jax.memory.layout import WORD_BYTES, pages_per_expert
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.synthetic.full import SyntheticModel
 
+_MAX_READERS = 8  # threads; each holds one matrix, packed and in planes
 
-def load_weights(file: WeightSource, g: Geometry, *, with_draft: bool) -> Weights:
-    """Read everything but the routed experts and the n-gram table, packed as stored."""
-    embed = _matrix(file, "token_embd.weight")
-    head = _matrix(file, "output.weight") if "output.weight" in file.tensors else embed
-    blocks = tuple(_block(file, g, layer) for layer in range(g.num_layers))
-    draft = _draft(file, g) if with_draft else None
-    return Weights(embed, head, _mixer(file, "output_hc", inject=False), blocks, draft)
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads dense tensors; matrices in threads, for numpy lets others run while it copies and permutes.
+
+    Attributes:
+        kernels: hold matrices in planes where the kernels can multiply by them.
+    """
+
+    file: WeightSource
+    pool: ThreadPoolExecutor
+    kernels: bool
+
+    def matrix(self, name: str, *, looked_up: bool = False) -> Any:
+        """A future of the `Matrix`; one of which only rows are ``looked_up`` stays as stored."""
+        info = self.file.tensors[name]
+        rows, cols = info.shape[-2:]
+        planes = dense_planes(info.type_name, rows, cols) if self.kernels and not looked_up else None
+        return self.pool.submit(lambda: from_bytes(self.file.data(name), info.type_name, cols, planes))
+
+    def array(self, name: str) -> jax.Array:
+        """A small tensor (norm, convolution, bias) as float32, whatever its float type in the file."""
+        info = self.file.tensors[name]
+        return jnp.asarray(from_bytes(self.file.data(name), info.type_name, info.shape[-1]).data, jnp.float32)
+
+
+def load_weights(file: WeightSource, g: Geometry, *, with_draft: bool, kernels: bool = False) -> Weights:
+    """Read everything but the routed experts and the n-gram table.
+
+    Args:
+        kernels: hold matrices in planes where the kernels can multiply by them; else, and the others, as stored.
+    """
+    with ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as pool:
+        r = _Reader(file, pool, kernels)
+        tied = OUTPUT not in file.tensors
+        embed = r.matrix(TOKEN_EMBD, looked_up=not tied)
+        head = embed if tied else r.matrix(OUTPUT)
+        blocks = tuple(_block(r, g, layer) for layer in range(g.num_layers))
+        draft = _draft(r, g) if with_draft else None
+        weights = Weights(embed, head, _mixer(r, "output_hc", inject=False), blocks, draft)
+        return jax.tree.map(lambda leaf: leaf.result() if isinstance(leaf, Future) else leaf, weights)
 
 
 def load_banks(
@@ -121,98 +162,87 @@ def _join_gate_up(parts: list[BlobPart]) -> tuple[BlobPart, ...]:
     return (both, down)
 
 
-def _block(file: WeightSource, g: Geometry, layer: int) -> BlockWeights:
+def _block(r: _Reader, g: Geometry, layer: int) -> BlockWeights:
     p = f"blk.{layer}."
     return BlockWeights(
-        attn_mixer=_mixer(file, f"{p}hc_attn"),
-        ffn_mixer=_mixer(file, f"{p}hc_ffn"),
-        token_mixer=_gdn(file, p) if g.recurrent[layer] else _attention(file, g, layer),
+        attn_mixer=_mixer(r, f"{p}hc_attn"),
+        ffn_mixer=_mixer(r, f"{p}hc_ffn"),
+        token_mixer=_gdn(r, p) if g.recurrent[layer] else _attention(r, g, layer),
         experts=ExpertWeights(
-            router=_matrix(file, f"{p}ffn_gate_inp.weight"),
-            shared_router=_array(file, f"{p}ffn_gate_inp_shexp.weight").reshape(-1),
-            shared_gate=_matrix(file, f"{p}ffn_gate_shexp.weight"),
-            shared_up=_matrix(file, f"{p}ffn_up_shexp.weight"),
-            shared_down=_matrix(file, f"{p}ffn_down_shexp.weight"),
+            router=r.matrix(f"{p}ffn_gate_inp.weight"),
+            shared_router=r.array(f"{p}ffn_gate_inp_shexp.weight").reshape(-1),
+            shared_gate=r.matrix(f"{p}ffn_gate_shexp.weight"),
+            shared_up=r.matrix(f"{p}ffn_up_shexp.weight"),
+            shared_down=r.matrix(f"{p}ffn_down_shexp.weight"),
         ),
-        ple=_ple(file, p) if layer == g.ple_layer else None,
+        ple=_ple(r, p) if layer == g.ple_layer else None,
     )
 
 
-def _mixer(file: WeightSource, prefix: str, *, inject: bool = True) -> MixerWeights:
+def _mixer(r: _Reader, prefix: str, *, inject: bool = True) -> MixerWeights:
     return MixerWeights(
-        norm=_array(file, f"{prefix}_norm.weight"),
-        down=_matrix(file, f"{prefix}_down.weight"),
-        up=_matrix(file, f"{prefix}_up.weight"),
-        inject=_matrix(file, f"{prefix}_inject.weight") if inject else None,
+        norm=r.array(f"{prefix}_norm.weight"),
+        down=r.matrix(f"{prefix}_down.weight"),
+        up=r.matrix(f"{prefix}_up.weight"),
+        inject=r.matrix(f"{prefix}_inject.weight") if inject else None,
     )
 
 
-def _gdn(file: WeightSource, p: str) -> GdnWeights:
+def _gdn(r: _Reader, p: str) -> GdnWeights:
     return GdnWeights(
-        qkv=_matrix(file, f"{p}attn_qkv.weight"),
-        gate=_matrix(file, f"{p}attn_gate.weight"),
-        conv=_array(file, f"{p}ssm_conv1d.weight"),
-        beta=_matrix(file, f"{p}ssm_beta.weight"),
-        alpha=_matrix(file, f"{p}ssm_alpha.weight"),
-        dt_bias=_array(file, f"{p}ssm_dt.bias"),
-        a=_array(file, f"{p}ssm_a"),
-        norm=_array(file, f"{p}ssm_norm.weight"),
-        out=_matrix(file, f"{p}ssm_out.weight"),
+        qkv=r.matrix(f"{p}attn_qkv.weight"),
+        gate=r.matrix(f"{p}attn_gate.weight"),
+        conv=r.array(f"{p}ssm_conv1d.weight"),
+        beta=r.matrix(f"{p}ssm_beta.weight"),
+        alpha=r.matrix(f"{p}ssm_alpha.weight"),
+        dt_bias=r.array(f"{p}ssm_dt.bias"),
+        a=r.array(f"{p}ssm_a"),
+        norm=r.array(f"{p}ssm_norm.weight"),
+        out=r.matrix(f"{p}ssm_out.weight"),
     )
 
 
-def _attention(file: WeightSource, g: Geometry, layer: int) -> AttentionWeights:
+def _attention(r: _Reader, g: Geometry, layer: int) -> AttentionWeights:
     p = f"blk.{layer}."
     ratio = g.compress_ratio[layer]
     indexer = None
     if ratio:
         indexer = IndexerWeights(
-            q=_matrix(file, f"{p}indexer.q_proj.weight"),
-            k=_matrix(file, f"{p}indexer.k_proj.weight"),
-            q_norm=_array(file, f"{p}indexer.q_norm.weight"),
-            k_norm=_array(file, f"{p}indexer.k_norm.weight"),
+            q=r.matrix(f"{p}indexer.q_proj.weight"),
+            k=r.matrix(f"{p}indexer.k_proj.weight"),
+            q_norm=r.array(f"{p}indexer.q_norm.weight"),
+            k_norm=r.array(f"{p}indexer.k_norm.weight"),
         )
     return AttentionWeights(
-        q=_matrix(file, f"{p}attn_q.weight"),
-        k=_matrix(file, f"{p}attn_k.weight"),
-        v=_matrix(file, f"{p}attn_v.weight"),
-        out=_matrix(file, f"{p}attn_output.weight"),
-        q_norm=_array(file, f"{p}attn_q_norm.weight"),
-        k_norm=_array(file, f"{p}attn_k_norm.weight"),
+        q=r.matrix(f"{p}attn_q.weight"),
+        k=r.matrix(f"{p}attn_k.weight"),
+        v=r.matrix(f"{p}attn_v.weight"),
+        out=r.matrix(f"{p}attn_output.weight"),
+        q_norm=r.array(f"{p}attn_q_norm.weight"),
+        k_norm=r.array(f"{p}attn_k_norm.weight"),
         indexer=indexer,
         ratio=ratio,
     )
 
 
-def _ple(file: WeightSource, p: str) -> PleWeights:
+def _ple(r: _Reader, p: str) -> PleWeights:
     return PleWeights(
-        key=_matrix(file, f"{p}ple_key.weight"),
-        value=_matrix(file, f"{p}ple_value.weight"),
-        norm_key=_array(file, f"{p}ple_norm_key.weight"),
-        norm_query=_array(file, f"{p}ple_norm_query.weight"),
-        norm_conv=_array(file, f"{p}ple_norm_conv.weight"),
-        conv=_array(file, f"{p}ple_conv1d.weight"),
-        row_type=file.tensors[PLE_TABLE].type_name,
+        key=r.matrix(f"{p}ple_key.weight"),
+        value=r.matrix(f"{p}ple_value.weight"),
+        norm_key=r.array(f"{p}ple_norm_key.weight"),
+        norm_query=r.array(f"{p}ple_norm_query.weight"),
+        norm_conv=r.array(f"{p}ple_norm_conv.weight"),
+        conv=r.array(f"{p}ple_conv1d.weight"),
+        row_type=r.file.tensors[PLE_TABLE].type_name,
     )
 
 
-def _draft(file: WeightSource, g: Geometry) -> DraftWeights:
+def _draft(r: _Reader, g: Geometry) -> DraftWeights:
     p = f"blk.{g.num_layers}.nextn."
     return DraftWeights(
-        block=_block(file, g, g.num_layers),
-        embed_norm=_array(file, f"{p}enorm.weight"),
-        hidden_norm=_array(file, f"{p}hnorm.weight"),
-        project=_matrix(file, f"{p}eh_proj.weight"),
-        out_mixer=_mixer(file, f"{p}hc_head", inject=False),
+        block=_block(r, g, g.num_layers),
+        embed_norm=r.array(f"{p}enorm.weight"),
+        hidden_norm=r.array(f"{p}hnorm.weight"),
+        project=r.matrix(f"{p}eh_proj.weight"),
+        out_mixer=_mixer(r, f"{p}hc_head", inject=False),
     )
-
-
-def _matrix(file: WeightSource, name: str) -> Matrix:
-    info = file.tensors[name]
-    return from_bytes(file.data(name), info.type_name, info.shape[-1])
-
-
-def _array(file: WeightSource, name: str) -> jax.Array:
-    """A small tensor (norm, convolution, bias) as float32, whatever its float type in the file."""
-    matrix = _matrix(file, name)
-    return jnp.asarray(matrix.data, jnp.float32)

@@ -1,18 +1,24 @@
-"""Packed matrices: how a weight is held (as stored in the file) and multiplied.
+"""Packed matrices: how a weight is held and multiplied. Shapes are row-major (out, in).
 
-A matrix stays in its file's block format; it is decoded to float32 inside the program that multiplies by it, in
-row tiles, so that no float copy of a large quantised matrix ever exists. Shapes are row-major (out, in).
+As stored: the file's blocks, decoded to float32 inside the program that multiplies by them, in row tiles, so that no
+float copy of a large quantised matrix ever exists. In planes, for kernels: the same bits in another order
+(`gguf/planes.py`), multiplied by `kernels/quant_matmul`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strata_jax.kernels import backend
 from strata_jax.kernels.dequant import dequantize
+from strata_jax.kernels.planes import PlaneLayout, decode_plane_rows, to_planes
+from strata_jax.kernels.quant_matmul import quant_matmuls
 from strata_jax.memory.layout import MATRIX_TILE_WEIGHTS
 
 NATIVE_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
@@ -24,25 +30,30 @@ class Matrix:
     """A weight of shape (rows, cols).
 
     Attributes:
-        data: f32/f16/bf16[rows, cols] for the native float types, else u8[rows, row_bytes] of packed blocks.
+        data: f32/f16/bf16[rows, cols] for the native float types, else u8[rows, row_bytes] of packed blocks, or
+            u32[planes.num_words].
         type_name: ggml type, e.g. ``"IQ3_S"``.
         cols: number of weights in a row.
+        planes: how ``data`` holds the matrix in planes; None: as stored.
     """
 
     data: jax.Array
     type_name: str = field(metadata={"static": True})
     cols: int = field(metadata={"static": True})
+    planes: PlaneLayout | None = field(default=None, metadata={"static": True})
 
     @property
     def rows(self) -> int:
-        return self.data.shape[0]
+        return self.data.shape[0] if self.planes is None else self.planes.rows
 
 
-def from_bytes(raw: np.ndarray, type_name: str, cols: int) -> Matrix:
+def from_bytes(raw: np.ndarray, type_name: str, cols: int, planes: PlaneLayout | None = None) -> Matrix:
     """Hold ``raw: u8[rows, row_bytes]`` (a view on the mapped file) as a device matrix of the same packed bytes."""
-    if type_name in NATIVE_DTYPES:
+    if planes is not None:
+        raw = to_planes(raw, planes)
+    elif type_name in NATIVE_DTYPES:
         raw = np.ascontiguousarray(raw).view(NATIVE_DTYPES[type_name])
-    return Matrix(jnp.array(raw), type_name, cols)
+    return Matrix(jnp.array(raw), type_name, cols, planes)
 
 
 def decode_rows(data: jax.Array, type_name: str) -> jax.Array:
@@ -50,8 +61,33 @@ def decode_rows(data: jax.Array, type_name: str) -> jax.Array:
     return data.astype(jnp.float32) if type_name in NATIVE_DTYPES else dequantize(data, type_name)
 
 
+def linears(x: jax.Array, matrices: Sequence[Matrix]) -> tuple[jax.Array, ...]:
+    """Multiply ``x: f32[T, cols]`` by the transpose of each matrix: f32[T, rows] each; those in planes together."""
+    planes = [w for w in matrices if w.planes is not None]
+    found = iter(_by_kernels(x, planes) if planes else ())
+    return tuple(_as_stored(x, w) if w.planes is None else next(found) for w in matrices)
+
+
 def linear(x: jax.Array, w: Matrix) -> jax.Array:
     """Multiply ``x: f32[T, cols]`` by the transpose of ``w``: f32[T, rows]."""
+    return linears(x, (w,))[0]
+
+
+def _by_kernels(x: jax.Array, matrices: Sequence[Matrix]) -> tuple[jax.Array, ...]:
+    layouts = tuple(w.planes for w in matrices if w.planes is not None)
+    return _products(x, tuple(w.data for w in matrices), layouts=layouts, interpret=backend.interprets())
+
+
+@partial(jax.jit, static_argnames=("layouts", "interpret"))
+def _products(
+    x: jax.Array, words: tuple[jax.Array, ...], *, layouts: tuple[PlaneLayout, ...], interpret: bool
+) -> tuple[jax.Array, ...]:
+    """Jitted inside the programs that call it, so that blocks of one layout are traced and lowered once."""
+    return quant_matmuls(x, words, layouts, backend="triton", interpret=interpret)
+
+
+def _as_stored(x: jax.Array, w: Matrix) -> jax.Array:
+    """Decode to float32 and multiply, a large matrix tile by tile."""
     if w.rows * w.cols <= MATRIX_TILE_WEIGHTS or w.type_name == "F32":
         return matmul_t(x, decode_rows(w.data, w.type_name))
     tile_rows = max(1, MATRIX_TILE_WEIGHTS // w.cols)
@@ -66,6 +102,8 @@ def linear(x: jax.Array, w: Matrix) -> jax.Array:
 
 def take_rows(w: Matrix, ids: jax.Array) -> jax.Array:
     """Decode only the rows ``ids: i32[T]``: f32[T, cols]."""
+    if w.planes is not None:
+        return decode_plane_rows(w.data, w.planes, ids)
     return decode_rows(w.data[ids], w.type_name)
 
 

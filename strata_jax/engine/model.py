@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from strata_jax.engine import attention, gdn, ple
 from strata_jax.engine.arena import CellLayout, CellStore, Segments, Tables
 from strata_jax.engine.experts import ExpertCounts, ExpertWeights, LayerBank, mixture, no_counts
-from strata_jax.engine.layers import MixerWeights, read_streams, rms_norm, write_streams
+from strata_jax.engine.layers import MixerWeights, read_streams, rms_norm, write_and_read, write_streams
 from strata_jax.engine.matrix import Matrix, linear, take_rows
+from strata_jax.engine.replacement import Kept, Turn, UseValues, kept_before
 from strata_jax.geometry import Geometry
+from strata_jax.kernels.gdn_window import WindowRows
 
 SequenceState = gdn.GdnState | attention.IndexState | None
 
@@ -89,10 +91,16 @@ class State:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the compiled programs are specialised to besides array shapes."""
+    """What the compiled programs are specialised to besides array shapes.
+
+    replacement_decay: factor of use counts each round where rounds keep residency up (`engine/replacement.py`).
+    kernels: the gated delta net runs by kernels, where these can compute it.
+    """
 
     geometry: Geometry
     cells: CellLayout
+    replacement_decay: float = 0.0
+    kernels: bool = False
 
     def attention_index(self, layer: int) -> int:
         """Row of `Tables.kv_pages` of an attention block."""
@@ -111,48 +119,50 @@ def block(
     bank: LayerBank,
     arena: jax.Array,
     segments: Segments,
-    expert_pages: jax.Array,
+    expert_pages: jax.Array | Turn,
     cell_pages: jax.Array | None,
     state: SequenceState,
     start: jax.Array,
     count: jax.Array,
     spec: ModelSpec,
     cell_store: CellStore | None = None,
-) -> tuple[jax.Array, jax.Array, Any, ExpertCounts]:
+) -> tuple[jax.Array, jax.Array, Any, ExpertCounts, Kept | None]:
     """Run one block (without PLE) on T tokens at positions ``start + i`` of which ``count`` are real.
 
     Args:
         arena: the core of the arena, where the K/V cells are.
+        expert_pages: i32[X], the first page of each expert, or the block's turn to change them.
         cell_pages: i32[N], page table of this attention block; None for a GDN block.
         cell_store: where its groups of cells without a page are.
 
     Returns:
-        streams, arena, what `advance_block` needs, expert counts.
+        streams, arena, what `advance_block` needs, expert counts, what else a turn has changed.
     """
     g = spec.geometry
     after: Any
-    u, flat = read_streams(streams, w.attn_mixer, g.rms_eps)
+    read = read_streams(streams, w.attn_mixer, g.rms_eps)
+    u = read.mixed
     if isinstance(w.token_mixer, gdn.GdnWeights):
         assert isinstance(state, gdn.GdnState)
         if streams.shape[0] <= gdn.CHUNK:
-            y, after = gdn.window(u, w.token_mixer, state, g)
+            y, after = gdn.window(u, w.token_mixer, state, g, kernels=spec.kernels)
         else:
-            y, after = gdn.prefill(u, w.token_mixer, state, count, g)
+            y, after = gdn.prefill(u, w.token_mixer, state, count, g, kernels=spec.kernels)
     else:
         assert cell_pages is not None
         assert not isinstance(state, gdn.GdnState)
         y, arena, after = attention.attend(
             u, w.token_mixer, arena, cell_pages, state, start, count, g, spec.cells, cell_store
         )
-    streams = write_streams(streams, flat, y, w.attn_mixer)
-    u, flat = read_streams(streams, w.ffn_mixer, g.rms_eps)
-    y, counts = mixture(u, w.experts, bank, (arena, *segments), expert_pages, count, g)
-    return write_streams(streams, flat, y, w.ffn_mixer), arena, after, counts
+    read = write_and_read(read, y, w.attn_mixer, w.ffn_mixer, g.rms_eps)
+    y, counts, turned = mixture(read.mixed, w.experts, bank, (arena, *segments), expert_pages, count, g)
+    arena, kept = turned or (arena, None)
+    return write_streams(read, y, w.ffn_mixer), arena, after, counts, kept
 
 
 def advance_block(before: SequenceState, after: Any, count: jax.Array) -> SequenceState:
     """The block's state once the first ``count`` tokens are kept."""
-    if isinstance(after, gdn.GdnRows):
+    if isinstance(after, gdn.GdnRows | WindowRows):
         assert isinstance(before, gdn.GdnState)
         return gdn.advance(before, after, count)
     if isinstance(after, gdn.GdnState):
@@ -173,16 +183,18 @@ def trunk(
     start: jax.Array,
     count: jax.Array,
     spec: ModelSpec,
-) -> tuple[jax.Array, jax.Array, list[Any], jax.Array | None, ExpertCounts, list[jax.Array]]:
-    """Run every trunk block on a window of T tokens.
+    values: UseValues | None = None,
+) -> tuple[jax.Array, jax.Array, list[Any], jax.Array | None, ExpertCounts, list[jax.Array], Kept | None]:
+    """Run every trunk block on a window of T tokens; with ``values`` each takes its turn to change its residents.
 
     Returns:
         streams f32[T, C, E], arena, per block what `advance_block` needs, the PLE convolution inputs, expert counts,
-        per block the uses of each expert.
+        per block the uses of each expert, what turns have changed besides the arena.
     """
     g = spec.geometry
     streams, after, counts, ple_inputs = embed(weights, tokens, g), [], no_counts(), None
     uses: list[jax.Array] = []
+    kept = None if values is None else kept_before(values, tables, segments)
     for layer, w in enumerate(weights.blocks):
         if w.ple is not None:
             assert ple_rows is not None
@@ -192,21 +204,28 @@ def trunk(
         if not g.recurrent[layer]:
             row = spec.attention_index(layer)
             cell_pages, cell_store = tables.kv_pages[row], tables.store_of(row)
-        streams, arena, rows, block_counts = block(
-            streams, w, banks[layer], arena, segments, tables.expert_pages(layer), cell_pages,
+        where = expert_places(tables, layer, kept, spec)
+        streams, arena, rows, block_counts, kept = block(
+            streams, w, banks[layer], arena, segments if kept is None else kept.segments, where, cell_pages,
             state.blocks[layer], start, count, spec, cell_store,
         )  # fmt: skip
         after.append(rows)
         counts = counts + block_counts
         assert block_counts.uses is not None
         uses.append(block_counts.uses)
-    return streams, arena, after, ple_inputs, counts, uses
+    return streams, arena, after, ple_inputs, counts, uses, kept
+
+
+def expert_places(tables: Tables, layer: int, kept: Kept | None, spec: ModelSpec) -> jax.Array | Turn:
+    """The pages of a block's experts, or with replacement its turn."""
+    if kept is None:
+        return tables.expert_pages(layer)
+    return Turn(kept.tables, tables.slot_page, layer, spec.replacement_decay)
 
 
 def logits(streams: jax.Array, mixer: MixerWeights, head: Matrix, g: Geometry) -> jax.Array:
     """Output mixer and head: f32[T, C, E] -> f32[T, V]."""
-    mixed, _ = read_streams(streams, mixer, g.rms_eps)
-    return linear(mixed, head)
+    return linear(read_streams(streams, mixer, g.rms_eps).mixed, head)
 
 
 def draft_inputs(weights: Weights, tokens: jax.Array, hidden: jax.Array, g: Geometry) -> jax.Array:

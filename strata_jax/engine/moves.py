@@ -253,9 +253,10 @@ class Mover:
         Nothing is done where the window has them already.
         """
         engine = self.engine
-        slide = slid(engine.residency, live_cells, end)
-        if slide is None:
+        if slid(engine.known, live_cells, end) is None:  # experts do not matter to it
             return
+        slide = slid(engine.residency, live_cells, end)
+        assert slide is not None
         kind = MoveKind.SPILL_CELLS if slide.forward else MoveKind.FETCH_CELLS
         with self._move(kind, Owner.KV, cause or f"cells {live_cells:,} to {end:,} are written next") as job:
             job.bytes, job.count = len(slide.pages) * engine.residency.layout.page_bytes, slide.num_cells

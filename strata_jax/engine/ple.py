@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strata_jax.engine.layers import rms_norm
-from strata_jax.engine.matrix import Matrix, decode_rows, linear
+from strata_jax.engine.matrix import Matrix, decode_rows, linears
 from strata_jax.geometry import Geometry
 from strata_jax.memory.sizes import PLE_DILATION as DILATION
 
@@ -77,11 +77,12 @@ def apply(
     num_tokens, num_streams, width = streams.shape
     e = decode_rows(packed_rows, w.row_type).reshape(num_tokens, -1)
     shape = (num_streams, width)
-    key = rms_norm(linear(e, w.key).reshape(num_tokens, *shape), w.norm_key.reshape(shape), g.rms_eps)
+    key, value = linears(e, (w.key, w.value))
+    key = rms_norm(key.reshape(num_tokens, *shape), w.norm_key.reshape(shape), g.rms_eps)
     query = rms_norm(streams, w.norm_query.reshape(shape), g.rms_eps)
     score = jnp.sum(key * query, axis=-1) / width**0.5
     gate = jax.nn.sigmoid(jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)))
-    p = gate[:, :, None] * linear(e, w.value)[:, None, :]
+    p = gate[:, :, None] * value[:, None, :]
     z = rms_norm(p, w.norm_conv.reshape(shape), g.rms_eps).reshape(num_tokens, -1)
     inputs = jnp.concatenate([history, z])
     conv = sum(inputs[DILATION * k : DILATION * k + num_tokens] * w.conv[:, k] for k in range(g.ple_conv_kernel))

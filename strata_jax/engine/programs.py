@@ -36,8 +36,10 @@ from strata_jax.engine.model import (
     embed,
     logits,
 )
+from strata_jax.engine.replacement import Kept
 from strata_jax.engine.sampler import SamplingArrays, sample
 from strata_jax.geometry import Geometry
+from strata_jax.kernels.page_fetch import fetch_pages
 
 Watch = Callable[[str], AbstractContextManager[None]]
 
@@ -105,17 +107,20 @@ class Programs:
         """The first token i32[1], from the prompt's last logits f32[1, V]."""
         return self.call(("sample",), _sample, (scores, position, how))
 
-    def first_window(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, jax.Array, jax.Array, ExpertCounts]:
-        """(weights, banks, tables, arena, segments, state, tokens, hidden, start, count, min_p) ->
-        arena, state, drafts, good, counts."""
+    def first_window(
+        self, num_drafts: int, *args: Any
+    ) -> tuple[jax.Array, State, jax.Array, jax.Array, ExpertCounts, Kept | None]:
+        """(weights, banks, tables, arena, segments, state, tokens, hidden, start, count, min_p, values) ->
+        arena, state, drafts, good, counts, what replacement has changed."""
         f = partial(draft, num_drafts=num_drafts, spec=self.spec)
-        return self.call(_key("first_window", num_drafts, segments=args[4]), f, args, donate=(3, 5))
+        key = _key("first_window", num_drafts, segments=args[4])
+        return self.call(key, f, args, donate=(3, 5) if args[-1] is None else (3, 4, 5, len(args) - 1))
 
-    def decode(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round]:
-        """`decode_step`; the window is the seventh argument."""
+    def decode(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round, Kept | None]:
+        """`decode_step`; the window is the seventh argument, the values of replacement are the last."""
         f = partial(decode_step, num_drafts=num_drafts, spec=self.spec)
         key = _key("decode", args[6].shape[0], num_drafts, segments=args[4])
-        return self.call(key, f, args, donate=(3, 5))
+        return self.call(key, f, args, donate=(3, 5) if args[-1] is None else (3, 4, 5, len(args) - 1))
 
     def fill(self, array: jax.Array, bank: LayerBank, experts: list[int], pages: list[int]) -> jax.Array:
         """Copy experts of one block from the bank to runs of pages of one array, in place."""
@@ -207,10 +212,10 @@ def _gdn_chunk(
     *,
     spec: ModelSpec,
 ) -> tuple[jax.Array, SequenceState, ExpertCounts]:
-    streams, _, after, counts = block(
+    streams, _, after, counts, _ = block(
         streams, w, bank, arena, segments, tables.expert_pages(layer), None, state, start, count, spec
     )
-    return streams, advance_block(state, after, count), counts.totals()
+    return streams, advance_block(state, after, count), counts
 
 
 def _attention_chunk(
@@ -228,11 +233,11 @@ def _attention_chunk(
     *,
     spec: ModelSpec,
 ) -> tuple[jax.Array, jax.Array, SequenceState, ExpertCounts]:
-    streams, arena, after, counts = block(
+    streams, arena, after, counts, _ = block(
         streams, w, bank, arena, segments, tables.expert_pages(layer), tables.kv_pages[row], state, start, count, spec,
         tables.store_of(row),
     )  # fmt: skip
-    return streams, arena, advance_block(state, after, count), counts.totals()
+    return streams, arena, advance_block(state, after, count), counts
 
 
 def _draft_chunk(
@@ -252,10 +257,10 @@ def _draft_chunk(
 ) -> tuple[jax.Array, jax.Array, SequenceState, jax.Array, ExpertCounts]:
     flat = streams.reshape(streams.shape[0], -1)
     before = jnp.concatenate([hidden[None], flat[:-1]])
-    out, arena, after, counts = feed_draft(
+    out, arena, after, counts, _ = feed_draft(
         weights, bank, tables, arena, segments, index, tokens, before, start, count, spec
     )
-    return out, arena, advance_block(index, after, count), flat[count - 1], counts.totals()
+    return out, arena, advance_block(index, after, count), flat[count - 1], counts
 
 
 def _last_hidden(streams: jax.Array, count: jax.Array) -> jax.Array:
@@ -267,13 +272,7 @@ def _sample(scores: jax.Array, position: jax.Array, how: SamplingArrays) -> jax.
 
 
 def _fill(array: jax.Array, bank: LayerBank, experts: jax.Array, pages: jax.Array, count: jax.Array) -> jax.Array:
-    num_pages, num_words = bank.num_pages, bank.blobs.shape[1]
-
-    def step(i: jax.Array, array: jax.Array) -> jax.Array:
-        blob = jnp.pad(bank.fetch(experts[i]), (0, num_pages * array.shape[1] - num_words))
-        return jax.lax.dynamic_update_slice(array, blob.reshape(num_pages, -1), (pages[i], 0))
-
-    return jax.lax.fori_loop(0, count, step, array)
+    return fetch_pages((array,), bank.blobs, experts, pages, count[None])[0]
 
 
 def _move_run(array: jax.Array, page: jax.Array, first: jax.Array, *, num_pages: int) -> jax.Array:

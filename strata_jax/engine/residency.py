@@ -124,6 +124,11 @@ class Residency:
         found = ((slot, self.expert_in(slot)) for slot in slots)
         return tuple(Fill(*pair, slot) for slot, pair in found if pair is not None)
 
+    def resident(self, layer: int) -> NDArray[np.bool_]:
+        """Return bool[X]: which experts of a block programs find in the arena."""
+        slots = self.slot_of[layer]
+        return (slots >= 0) & (self.slot_page[slots] >= 0) if len(self.slot_page) else slots >= 0
+
     def slot_bytes(self, slots: Iterable[int]) -> int:
         """Return the bytes of slots."""
         return sum(self.layout.slot_num_pages[slot] for slot in slots) * self.layout.page_bytes
@@ -218,6 +223,24 @@ class Residency:
             occupant[fill.slot] = fill.layer * self.num_experts + fill.expert
             slot_of[fill.pair] = fill.slot
         return replace(self, occupant=occupant, slot_of=slot_of)
+
+    def with_experts(self, slot_of: NDArray[np.int32]) -> Residency:
+        """Return the tables with the experts where the device says they are; it moves them between slots of a block.
+
+        Raises:
+            ValueError: the device has lost or filled a slot, given it to two experts or to another block's.
+        """
+        experts = np.flatnonzero(slot_of >= 0)
+        slots = slot_of.reshape(-1)[experts]
+        if not np.array_equal(np.sort(slots), np.flatnonzero(self.occupant >= 0)):
+            raise ValueError("the device's experts are not in the slots that had some: one each")
+        occupant = np.full_like(self.occupant, -1)
+        occupant[slots] = experts
+        moved = slots[occupant[slots] // self.num_experts != self.occupant[slots] // self.num_experts]
+        if len(moved):
+            was, now = self.expert_in(int(moved[0])), divmod(int(occupant[moved[0]]), self.num_experts)
+            raise ValueError(f"slot {moved[0]} had expert {was}; the device gave it to {now}, of another block")
+        return replace(self, slot_of=slot_of, occupant=occupant)
 
     # --- segments
 

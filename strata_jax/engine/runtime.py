@@ -129,6 +129,7 @@ class Runtime:
 
     def verify(self) -> dict[str, int]:
         """Compare state, tables and bytes; see `check_agreement`."""
+        self.carrier.catch_up()
         return self.carrier.verify()
 
     # --- memory that other programs want
@@ -146,6 +147,7 @@ class Runtime:
             DoesNotFit: the allocator does not have the bytes of segments that are to come back; they stay away.
         """
         self.engine.check_running()
+        self.carrier.catch_up()
         before = self.state.segments_given
         step = self.stack.on_vram_change(self.state, max(0, reserve_bytes - bytes_beyond_plan(self.engine.plan)))
         after = step.state.segments_given
@@ -188,6 +190,7 @@ class Runtime:
         """
         engine, store, carrier = self.engine, self.store, self.carrier
         engine.check_running()
+        carrier.catch_up()
         engine.geometry.check_token_ids(prompt)
         if len(prompt) > engine.plan.context_cells:
             raise DoesNotFit(
@@ -273,6 +276,8 @@ class Runtime:
         while True:
             # a window and the drafts that follow it
             step = self.stack.before_round(self.state, len(session.tokens), 2 * window, self._used)
+            if step.moves and self.carrier.catch_up():  # decided on residents of some rounds ago
+                step = self.stack.before_round(self.state, len(session.tokens), 2 * window, self._used)
             self.carrier.carry_out(step, "decode")
             self._used = None
             record = next(steps, None)

@@ -14,6 +14,7 @@ from strata_jax.engine.chunk import read_chunk, window_rows
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.experts import ExpertCounts, no_counts
 from strata_jax.engine.sampler import SamplingArrays, sampling_arrays
+from strata_jax.engine.staging import Stage, staged_prompt, stages
 from strata_jax.errors import ConfigError, DoesNotFit
 from strata_jax.sampling import Sampling
 
@@ -101,10 +102,13 @@ class Session:
         Yields the chunk's logits as `prefill` gives them; with ``"last"`` None, and `last_logits` follows.
         """
         self._check_tokens(tokens)
-        chunk = self.engine.plan.chunk_tokens
-        for first in range(0, len(tokens), chunk):
-            self._check_owner()
-            yield self._read_chunk(list(tokens[first : first + chunk]), want)
+        chunk, engine = self.engine.plan.chunk_tokens, self.engine
+        parts = [list(tokens[first : first + chunk]) for first in range(0, len(tokens), chunk)]
+        with staged_prompt(engine, [len(part) for part in parts]) as stage:
+            for part, following in zip(parts, [*parts[1:], []]):
+                self._check_owner()
+                next_count = len(following) if stages(engine, len(following)) else 0
+                yield self._read_chunk(part, want, stage if stages(engine, len(part)) else None, next_count)
 
     def last_logits(self) -> np.ndarray:
         """The logits f32[1, V] after the last token; the head must be loaded."""
@@ -189,11 +193,12 @@ class Session:
         engine = self.engine
         self._require_cells(len(self.tokens) + num_drafts)
         engine.head()
-        engine.arena, self.state, proposed, good, counts = engine.programs.first_window(
+        engine.arena, self.state, proposed, good, counts, kept = engine.programs.first_window(
             num_drafts, engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments,
             self.state, np.array([token], np.int32), self.state.hidden[None], np.int32(len(self.tokens)),
-            np.int32(1), np.float32(min_p),
+            np.int32(1), np.float32(min_p), engine.values,
         )  # fmt: skip
+        engine.after_turns(kept)
         return np.asarray(proposed)[: int(good)].tolist(), counts
 
     def _require_cells(self, end: int) -> None:
@@ -206,8 +211,8 @@ class Session:
             from strata_jax.engine.moves import Mover  # moves know sessions, too
 
             (engine.mover or Mover(engine)).slide_cells(len(self.tokens), end)
-        elif engine.residency.mapped_cells < end:
-            raise RuntimeError(f"{end:,} K/V cells are needed; {engine.residency.mapped_cells:,} are mapped")
+        elif engine.known.mapped_cells < end:
+            raise RuntimeError(f"{end:,} K/V cells are needed; {engine.known.mapped_cells:,} are mapped")
 
     def _check_owner(self) -> None:
         self.engine.check_running()
@@ -232,17 +237,20 @@ class Session:
                 f"{len(self.tokens)} are used; set model.max_context={len(self.tokens) + len(tokens)} or more"
             )
 
-    def _read_chunk(self, part: list[int], want: str) -> np.ndarray | None:
+    def _read_chunk(self, part: list[int], want: str, stage: Stage | None, next_count: int) -> np.ndarray | None:
         engine, started, start = self.engine, self.engine.programs.clock_s(), len(self.tokens)
         self._require_cells(start + len(part))
-        padded = next(size for size in engine.plan.prefill_buckets if size >= len(part))
+        padded = engine.plan.bucket(len(part))
         ids = np.zeros(padded, np.int32)
         ids[: len(part)] = part
         rows = engine.ple_rows(self.tokens, part, padded)
-        engine.arena, self.state, read = read_chunk(engine, self.state, ids, rows, start, len(part))
+        engine.arena, self.state, read = read_chunk(engine, self.state, ids, rows, start, len(part), stage, next_count)
         self.tokens += part
         out = self._chunk_logits(want, read.streams, read.draft_streams, len(part))
-        lookups, hits = _totals(read.counts)
+        counts: list[ExpertCounts] = jax.device_get(read.counts)  # all at once: each read alone waits for the device
+        if engine.staging is not None:
+            engine.staging.count(counts, len(part))
+        lookups, hits = _totals(counts)
         self.on_chunk(ChunkRecord(start, len(part), padded, engine.programs.clock_s() - started, lookups, hits))
         return out
 
@@ -277,15 +285,16 @@ class Session:
         self._require_cells(start + size + num_drafts)
         engine.head()
         rows = engine.ple_rows(self.tokens, window, size)
-        engine.arena, self.state, out = engine.programs.decode(
+        engine.arena, self.state, out, kept = engine.programs.decode(
             num_drafts, engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments,
             self.state, ids,
-            np.int32(len(window)), np.int32(start), rows, wanted, how, np.float32(min_p),
+            np.int32(len(window)), np.int32(start), rows, wanted, how, np.float32(min_p), engine.values,
         )  # fmt: skip
-        kept = int(out.num_tokens)
-        emitted = tuple(np.asarray(out.tokens)[:kept].tolist())
+        engine.after_turns(kept)
+        num_kept = int(out.num_tokens)
+        emitted = tuple(np.asarray(out.tokens)[:num_kept].tolist())
         drafts = np.asarray(out.next_drafts)[: int(out.num_drafts)].tolist()
-        self.tokens += window[:kept]
+        self.tokens += window[:num_kept]
         lookups, hits = _totals([earlier, out.counts])
         uses = np.asarray(out.uses) if self.count_uses else None
         seconds = engine.programs.clock_s() - started

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
+
+Result = TypeVar("Result")  # an array or a pytree of some
 
 BACKENDS = ("reference", "triton")
 
 
+def interprets() -> bool:
+    """Say whether a kernel that is asked for runs in Pallas' interpreter: without a GPU, which only tests want."""
+    return jax.default_backend() == "cpu"
+
+
 def on_backend(
-    backend: str | None, kernel: Callable[..., jax.Array], plain: Callable[..., jax.Array], *operands: jax.Array
-) -> jax.Array:
+    backend: str | None, kernel: Callable[..., Result], plain: Callable[..., Result], *operands: Any
+) -> Result:
     """Call ``kernel`` or ``plain``.
 
     Args:

@@ -15,24 +15,33 @@ _ANY = pl.BlockSpec(memory_space=pl.ANY)
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
-    out: jax.ShapeDtypeStruct,
+    out: Any,
     num_warps: int,
     *,
-    in_place: bool = False,
+    in_place: int = 0,
+    name: str | None = None,
     interpret: bool = False,
-) -> Callable[..., jax.Array]:
-    """Return ``kernel`` as a call; ``in_place``: its last operand becomes its result."""
+) -> Callable[..., Any]:
+    """Return ``kernel`` as a call.
 
-    def call(*operands: jax.Array) -> jax.Array:
+    Args:
+        out: one `jax.ShapeDtypeStruct`, or a tuple of them for as many results.
+        in_place: so many of its last operands become its first results.
+        name: what profiles call it; None = as the function.
+    """
+
+    def call(*operands: jax.Array) -> Any:
+        first = len(operands) - in_place
         return pl.pallas_call(
             kernel,
             grid=grid,
             in_specs=[_ANY] * len(operands),
-            out_specs=_ANY,
+            out_specs=jax.tree.map(lambda _: _ANY, out),
             out_shape=out,
-            input_output_aliases={len(operands) - 1: 0} if in_place else {},
+            input_output_aliases={first + i: i for i in range(in_place)},
             compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
             interpret=interpret,
+            name=name,
         )(*operands)
 
     return call

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from strata_jax.memory.attention_kernels import WINDOW_PIECE_CELLS, attention_problem
+from strata_jax.memory.dense_planes import MAX_KERNEL_ROWS
 from strata_jax.memory.expert_kernels import kernel_layers
 from strata_jax.memory.layout import (
     GATHER_TILE_VALUES,
@@ -21,8 +23,9 @@ from strata_jax.memory.layout import (
     expert_tile_rows,
     padded_chunk,
 )
-from strata_jax.memory.ledger import Entry, Owner, Phase, during
+from strata_jax.memory.ledger import Entry, Origin, Owner, Phase, during
 from strata_jax.memory.sizes import F32_BYTES, ModelSizes, gdn_channels
+from strata_jax.memory.staging import NUM_BUFFERS, stage_need
 
 BF16_BYTES = 2
 SORT_WORDS = 8  # of a pair: expert and place before and after the sort, its scratch, token and row
@@ -43,12 +46,16 @@ class Cells:
     """What the buffers depend on besides the model and the rows: the context and how its cells are stored.
 
     expert_kernels: whether experts are computed by kernels where there are some.
+    stage_bytes: buffers through which chunks that are long enough have missing experts copied ahead.
+    kv_type: of the cells; not all have kernels for all sizes of heads.
     """
 
     context_cells: int
     cells_per_page: int
     cell_bytes: int
     expert_kernels: bool = False
+    stage_bytes: int = 0
+    kv_type: str = "f32"
 
 
 @lru_cache(maxsize=1024)
@@ -57,8 +64,13 @@ def prompt_buffers(sizes: ModelSizes, chunk_tokens: int, cells: Cells, *, with_d
     """Return the entries of the prefill phase for chunks of `chunk_tokens`, padded as the programs pad them."""
     rows = padded_chunk(chunk_tokens)
     parts = prompt_parts(sizes, rows, cells, with_draft=with_draft, logits_rows=rows if all_logits else 1)
-    throughout = _throughout(sizes, rows)
-    return _entries(Phase.PREFILL, Owner.PROMPT_BUFFERS, throughout, parts)
+    entries = _entries(Phase.PREFILL, Owner.PROMPT_BUFFERS, _throughout(sizes, rows), parts)
+    need = stage_need(sizes, with_draft=with_draft, expert_kernels=cells.expert_kernels)
+    if not cells.stage_bytes or not need.stages(rows):
+        return entries
+    rule = f"{NUM_BUFFERS} buffers of {cells.stage_bytes // NUM_BUFFERS:,} B"
+    item = "staged experts"
+    return (*entries, during(Phase.PREFILL, Owner.PROMPT_BUFFERS, item, cells.stage_bytes, rule, Origin.COMPUTED))
 
 
 @lru_cache(maxsize=1024)
@@ -88,7 +100,8 @@ def prompt_parts(
 ) -> dict[str, tuple[Term, ...]]:
     """Return the temporaries of each part of a pass over `rows` tokens; only one part lives at a time."""
     g = sizes.geometry
-    parts = {"head": _head_terms(sizes, logits_rows)}
+    product = _product_terms(sizes, rows, with_draft=with_draft, kernels=cells.expert_kernels)
+    parts = {"head": (*_head_terms(sizes, logits_rows), *product)}
     by_kernel = kernel_layers(g, sizes.blocks(with_draft)) if cells.expert_kernels else (False,)
     if not all(by_kernel):
         parts["experts"] = _expert_terms(sizes, rows, with_draft)
@@ -96,17 +109,19 @@ def prompt_parts(
         width = max(width for width, used in zip(g.expert_width, by_kernel) if used)
         parts["experts by kernels"] = _kernel_terms(sizes, rows, width)
     if g.recurrent_layers:
-        parts["GDN"] = _gdn_terms(sizes, rows)
+        parts["GDN"] = (*_gdn_terms(sizes, rows), *product)
     ratios = {g.compress_ratio[i] for i in sizes.attention_layers(with_draft)}
     for ratio in sorted(ratios):
         name = f"sparse attention {ratio}" if ratio else "dense attention"
-        parts[name] = _attention_terms(sizes, rows, cells, ratio)
+        by_kernels = cells.expert_kernels and attention_problem(g, ratio, cells.kv_type) is None
+        terms = _attention_kernel_terms if by_kernels else _attention_terms
+        parts[name] = (*terms(sizes, rows, cells, ratio), *product)
     if g.ple_layer is not None:
-        parts["n-gram table"] = _table_terms(sizes, rows)
+        parts["n-gram table"] = (*_table_terms(sizes, rows), *product)
     if with_draft:
         width = g.num_streams * g.embed_width
         joined = Term("draft inputs", rows * 3 * width * F32_BYTES, f"T {rows} x 3 x C*E {width:,} x 4 B")
-        parts["draft inputs"] = (joined, _decoded_tile(sizes))
+        parts["draft inputs"] = (joined, *product)
     return parts
 
 
@@ -135,10 +150,22 @@ def _throughout(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
     )
 
 
-def _decoded_tile(sizes: ModelSizes) -> Term:
-    weights = min(sizes.decoded_tile_weights, MATRIX_TILE_WEIGHTS)
-    num_bytes = weights * (F32_BYTES + PACKED_WEIGHT_BYTES)
-    return Term("decoded matrix", num_bytes, f"{weights:,} weights x (4 B + {PACKED_WEIGHT_BYTES} B packed)")
+def _product_terms(sizes: ModelSizes, rows: int, *, with_draft: bool, kernels: bool) -> tuple[Term, ...]:
+    """Temporaries of a product with a dense matrix (`engine/matrix.py`, `kernels/quant_matmul`)."""
+    weights = sizes.stored_tile_weights[with_draft] if kernels else sizes.decoded_tile_weights
+    weights = min(weights, MATRIX_TILE_WEIGHTS)
+    tile = Term(
+        "decoded matrix", weights * (F32_BYTES + PACKED_WEIGHT_BYTES),
+        f"{weights:,} weights x (4 B + {PACKED_WEIGHT_BYTES} B packed)",
+    )  # fmt: skip
+    if not kernels or rows <= MAX_WINDOW_TOKENS:
+        return (tile,)
+    width = sizes.geometry.num_streams * sizes.geometry.embed_width
+    rounded = Term("rounded input", rows * width * BF16_BYTES, f"T {rows} x C*E {width:,} x 2 B")
+    planes = sizes.plane_tile_weights if rows > MAX_KERNEL_ROWS else 0
+    if planes * BF16_BYTES > tile.num_bytes:
+        tile = Term("decoded matrix", planes * BF16_BYTES, f"{planes:,} weights x 2 B")
+    return tile, rounded
 
 
 def _gdn_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
@@ -146,7 +173,7 @@ def _gdn_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
     channels, values = gdn_channels(g), g.gdn_value_heads * g.gdn_head_dim
     per_token = 2 * channels + 4 * values
     rule = f"T {rows} x (2 x {channels:,} channels + 4 x {values:,} values) x 4 B"
-    return Term("projections and outputs", rows * per_token * F32_BYTES, rule), _decoded_tile(sizes)
+    return (Term("projections and outputs", rows * per_token * F32_BYTES, rule),)
 
 
 def _attention_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> tuple[Term, ...]:
@@ -164,7 +191,7 @@ def _attention_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> 
             f"{page} cells x (2 x {kv:,} x 4 B + {cells.cell_bytes} B)"
             f" + 3 x T {rows} x {g.num_heads} heads x {page} x 4 B"
         )
-        return projections, Term("one page of K/V and scores", num_bytes, rule), _decoded_tile(sizes)
+        return projections, Term("one page of K/V and scores", num_bytes, rule)
     num_blocks = cells.context_cells // ratio + 1
     kept = min(g.index_top_k // ratio, num_blocks)
     attended = (kept + 1) * ratio
@@ -176,7 +203,26 @@ def _attention_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> 
         Term("K/V gathered and scored", gathered,
              f"{tile} tokens x {attended:,} cells x (2 x {kv:,} x 4 B + {cells.cell_bytes} B"
              f" + 2 x {g.num_heads} heads x 4 B)"),
-        _decoded_tile(sizes),
+    )  # fmt: skip
+
+
+def _attention_kernel_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> tuple[Term, ...]:
+    """Temporaries of `engine/attention_kernels.py`: scores are gone before there is output, and nothing is decoded.
+
+    XLA's own count for one H200, compiled without the device, T 2,048, 131,072 cells: 424.7 MB (here 442.5).
+    """
+    g = sizes.geometry
+    query, kv, index = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim, g.index_heads * g.index_dim
+    per_token = 3 * query + 2 * kv + 2 * index + 2 * g.index_dim
+    num_blocks = cells.context_cells // ratio + 1
+    kept = min(g.index_top_k // ratio, num_blocks)
+    pieces = -(-(kept + 1) * ratio // WINDOW_PIECE_CELLS) if rows <= MAX_WINDOW_TOKENS else 0
+    output = query * (1 + pieces)
+    return (
+        Term("projections and queries", rows * per_token * F32_BYTES,
+             f"T {rows} x (3 x {query:,} query + 2 x {kv:,} K/V + 2 x {index + g.index_dim:,} index values) x 4 B"),
+        Term("index scores, then output", rows * (max(num_blocks, output) + kept) * F32_BYTES,
+             f"T {rows} x (the larger of B {num_blocks:,} and {1 + pieces} x {query:,}, + {kept} blocks) x 4 B"),
     )  # fmt: skip
 
 
@@ -238,10 +284,7 @@ def _router_term(sizes: ModelSizes, rows: int) -> Term:
 
 def _head_terms(sizes: ModelSizes, logits_rows: int) -> tuple[Term, ...]:
     vocab = sizes.geometry.vocab_size
-    return (
-        Term("logits", 2 * logits_rows * vocab * F32_BYTES, f"2 x {logits_rows} rows x V {vocab:,} x 4 B"),
-        _decoded_tile(sizes),
-    )
+    return (Term("logits", 2 * logits_rows * vocab * F32_BYTES, f"2 x {logits_rows} rows x V {vocab:,} x 4 B"),)
 
 
 def _table_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
@@ -251,5 +294,4 @@ def _table_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
         Term("n-gram rows", rows * (sizes.table_row_bytes + row * F32_BYTES),
              f"T {rows} x ({sizes.table_row_bytes:,} B packed + {row:,} x 4 B)"),
         Term("n-gram keys and convolution", 4 * rows * width * F32_BYTES, f"4 x T {rows} x C*E {width:,} x 4 B"),
-        _decoded_tile(sizes),
     )  # fmt: skip

@@ -35,6 +35,7 @@ from strata_jax.memory.pieces import LastSlots, Pieces, payable_pages
 from strata_jax.memory.request import Choice, Origin, PlanRequest
 from strata_jax.memory.sizes import ModelSizes, table_bytes
 from strata_jax.memory.slot_order import SlotOrder, slot_order
+from strata_jax.memory.staging import StageNeed, choose_stage_bytes, stage_need
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +145,31 @@ class Frame:
         rule = "(experts of all blocks + slots + K/V pages of all layers) x 4 B"
         return (*entries, always(Owner.TABLES, "slots and pages", tables, rule))
 
-    def prompt_entries(self, context_cells: int, chunk_tokens: int) -> tuple[Entry, ...]:
-        """Return the temporaries of the prompt programs of a chunk."""
+    def prompt_entries(self, context_cells: int, bucket_tokens: int, stage_bytes: int = 0) -> tuple[Entry, ...]:
+        """Return the temporaries of the prompt programs of a bucket, and staged experts if it takes some."""
         return prompt_buffers(
-            self.sizes, chunk_tokens, self._cells(context_cells), with_draft=self.with_draft,
+            self.sizes, bucket_tokens, self._cells(context_cells, stage_bytes), with_draft=self.with_draft,
             all_logits=self.request.all_logits,
         )  # fmt: skip
+
+    def buckets(self, chunk_tokens: int) -> tuple[int, ...]:
+        """Return the row counts of the prompt programs."""
+        return layout.prefill_buckets(chunk_tokens, kernels=self.request.expert_kernels)
+
+    def stage_bytes(self, context_cells: int, chunk_tokens: int) -> int:
+        """Return the bytes of the buffers through which experts are copied ahead; 0 for chunks that are too short."""
+        need, wanted = self.stage_need, self.request.stage_bytes
+        if not need.stages(layout.padded_chunk(chunk_tokens)):
+            return 0
+        if wanted is not None or self.request.is_shared:
+            return choose_stage_bytes(wanted, need, None)
+        cells = self.context_entries(context_cells, self.first_cells(context_cells))
+        others = (*self.fixed, *cells, *self.prompt_entries(context_cells, chunk_tokens))
+        return choose_stage_bytes(None, need, self.room_bytes(others), self.request.expert_slots)
+
+    @property
+    def stage_need(self) -> StageNeed:
+        return stage_need(self.sizes, with_draft=self.with_draft, expert_kernels=self.request.expert_kernels)
 
     def decode_entries(self, context_cells: int) -> tuple[Entry, ...]:
         """Return the temporaries of the decode programs."""
@@ -157,10 +177,10 @@ class Frame:
 
     def buffer_entries(self, context_cells: int, chunk_tokens: int) -> tuple[Entry, ...]:
         """Return the temporaries of prompt and decode programs."""
+        cells = self._cells(context_cells, self.stage_bytes(context_cells, chunk_tokens))
         return buffer_entries(
-            self.sizes, self.with_draft, self._cells(context_cells), chunk_tokens, self.window_tokens,
-            self.request.all_logits,
-        )  # fmt: skip
+            self.sizes, self.with_draft, cells, chunk_tokens, self.window_tokens, self.request.all_logits
+        )
 
     def entries(self, context_cells: int, chunk_tokens: int, num_slots: int) -> tuple[Entry, ...]:
         """Return the ledger's entries for a candidate."""
@@ -195,7 +215,7 @@ class Frame:
         of the arena can spare the prefill phase exceeds the budget. The slots of the core above the floor pay for K/V
         cells; cells that they cannot pay for have pages from the start.
         """
-        buckets = layout.prefill_buckets(chunk_tokens)
+        buckets = self.buckets(chunk_tokens)
         mapped = self.first_cells(context_cells)
         if not self.request.moving.on_device:
             return Pieces(mapped, (), (0,) * len(buckets))
@@ -229,9 +249,10 @@ class Frame:
         if self.request.moving.on_device or self.parks:
             entries = self.entries(context_cells, chunk_tokens, num_slots)
             return {memory: phase_totals(entries, (memory,)) for memory in Memory}
+        cells = self._cells(context_cells, self.stage_bytes(context_cells, chunk_tokens))
         start, prefill, decode, park = grown_bytes(
-            self.sizes, self.with_draft, self.page_bytes, self._cells(context_cells), chunk_tokens,
-            self.window_tokens, self.request.all_logits,
+            self.sizes, self.with_draft, self.page_bytes, cells, chunk_tokens, self.window_tokens,
+            self.request.all_logits,
         )  # fmt: skip
         slots = self.slot_bytes(context_cells, num_slots)
         a, b, c, d = self.fixed_bytes[Memory.DEVICE]
@@ -269,8 +290,11 @@ class Frame:
 
         return most if fits(most) else layout.largest_where(fits, 0, most)
 
-    def _cells(self, context_cells: int) -> Cells:
-        return Cells(self.num_cells(context_cells), self.cells_per_page, self.cell_bytes, self.request.expert_kernels)
+    def _cells(self, context_cells: int, stage_bytes: int = 0) -> Cells:
+        return Cells(
+            self.num_cells(context_cells), self.cells_per_page, self.cell_bytes, self.request.expert_kernels,
+            stage_bytes, self.request.kv_type,
+        )  # fmt: skip
 
     def _base_bytes(self, context_cells: int, mapped_cells: int, num_slots: int) -> int:
         """Return what prompt buffers have without a loan and with the head loaded.
@@ -293,7 +317,9 @@ class Frame:
         if not moving.lend:
             return [0] * len(buckets)
         base = base_bytes + (self.sizes.head_bytes if moving.head_alias else 0)
-        needs = [sum(e.peak_bytes for e in self.prompt_entries(context_cells, bucket)) - base for bucket in buckets]
+        stage = self.stage_bytes(context_cells, buckets[-1])
+        entries = [self.prompt_entries(context_cells, bucket, stage) for bucket in buckets]
+        needs = [sum(e.peak_bytes for e in of_bucket) - base for of_bucket in entries]
         return self._last_slots(num_slots).loans(needs, self._most_in_segments(num_slots), self._longest_bytes)
 
     def _borders(self, context_cells: int, num_slots: int, loans: Sequence[int], mapped_cells: int) -> list[int]:
@@ -356,6 +382,8 @@ def make_frame(sizes: ModelSizes, request: PlanRequest) -> Frame:
         )
     pages = _pages(blobs, page_choice.value)
     fixed = (*reserve_entries(request), *model_entries(sizes, with_draft, request.moving))
+    need = stage_need(sizes, with_draft=with_draft, expert_kernels=request.expert_kernels)
+    choose_stage_bytes(request.stage_bytes, need, None)  # refuses what cannot be staged, also where chunks are short
     return Frame(
         sizes=sizes,
         request=request,

@@ -75,6 +75,9 @@ def model_entries(sizes: ModelSizes, with_draft: bool, moving: MovingMemory) -> 
         rule = f"the draft block's ({ratio} - 1) raw keys x {g.index_dim} x 4 B at the last committed token"
         entries.append(always(Owner.INDEX_KEYS, "draft block before its last token", index_tail_bytes(g, ratio), rule))
     blocks = sizes.blocks(with_draft)
+    if moving.replacement_decay is not None:
+        rule = f"decayed uses and last use of {g.num_experts} experts of {blocks} blocks, 8 B each, and a clock"
+        entries.append(always(Owner.TABLES, "use of experts", 8 * blocks * g.num_experts + 4, rule))
     rule = f"{g.num_experts} experts of {blocks} blocks, packed, matrices padded to 4 B"
     entries.append(always(Owner.BANK, "experts", bank_bytes(sizes, with_draft), rule, memory=Memory.HOST))
     return tuple(entries)

@@ -139,9 +139,14 @@ def padded_chunk(chunk_tokens: int) -> int:
     return chunk_tokens if chunk_tokens <= GDN_CHUNK_TOKENS else align_up(chunk_tokens, GDN_CHUNK_TOKENS)
 
 
-def prefill_buckets(chunk_tokens: int) -> tuple[int, ...]:
-    """Return the row counts of the prompt programs: a part of a prompt is padded to the smallest that holds it."""
-    small = {size for size in (SMALL_BUCKET_TOKENS, GDN_CHUNK_TOKENS) if size < chunk_tokens}
+def prefill_buckets(chunk_tokens: int, *, kernels: bool = False) -> tuple[int, ...]:
+    """Return the row counts of the prompt programs: a part of a prompt is padded to the smallest that holds it.
+
+    Args:
+        kernels: programs are made of kernels; those for windows, of up to 8 rows, take longest to compile.
+    """
+    smallest = 2 * MAX_WINDOW_TOKENS if kernels else SMALL_BUCKET_TOKENS
+    small = {size for size in (smallest, GDN_CHUNK_TOKENS) if size < chunk_tokens}
     return tuple(sorted(small | {padded_chunk(chunk_tokens)}))
 
 

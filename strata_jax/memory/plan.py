@@ -24,6 +24,7 @@ from strata_jax.memory.request import MIN_CONTEXT_CELLS, Choice, PlanRequest, ch
 from strata_jax.memory.segments import ArenaLayout, arena_layout
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.memory.slot_order import SlotOrder, slot_order
+from strata_jax.memory.staging import AUTO_SHARE, MIN_MEAN_ROWS, NUM_BUFFERS, expert_lines
 from strata_jax.memory.unfit import Unfit, explain
 
 SMALLEST_AUTO_CHUNK_TOKENS = 8
@@ -51,6 +52,8 @@ class MemoryPlan:
         kv_mapped_cells: cells that have pages at the start; None: all. Where it is a window (`keeps_cells_in_host`),
             it slides over the sequence.
         prompt_base_bytes: what prompt buffers have without a loan and with the head loaded, where something is lent.
+        stage_bytes: buffers through which missing experts are copied ahead of chunks, while a prompt is read.
+        staged_buckets: those of `prefill_buckets` whose programs take staged experts.
     """
 
     model: str
@@ -80,6 +83,8 @@ class MemoryPlan:
     bucket_segments: tuple[int, ...] = ()
     kv_mapped_cells: int | None = None
     prompt_base_bytes: int = 0
+    stage_bytes: int = 0
+    staged_buckets: tuple[int, ...] = ()
 
     @property
     def lent_segments(self) -> int:
@@ -105,6 +110,10 @@ class MemoryPlan:
     def prompt_layout(self) -> str:
         """Where prompt buffers lie, in the words of `plan.json`."""
         return "hybrid" if self.request.moving.head_alias else "borrowed" if self.lent_slots else "own"
+
+    def bucket(self, num_tokens: int) -> int:
+        """Return the rows of the program that reads a part of a prompt: the smallest that holds it."""
+        return next(size for size in self.prefill_buckets if size >= num_tokens)
 
     def lent_bytes(self, num_segments: int) -> int:
         """Return the bytes of the last segments."""
@@ -228,7 +237,7 @@ class MemoryPlan:
         ranking: the one that it follows, of which `data` has the digest only; ConfigError if it is another one.
         """
         fields: dict[str, Any] = dict(data["layout"])
-        names = ("prefill_buckets", "pages_per_expert", "segment_slots", "bucket_segments")
+        names = ("prefill_buckets", "pages_per_expert", "segment_slots", "bucket_segments", "staged_buckets")
         fields |= {name: tuple(fields[name]) for name in names}
         request = PlanRequest.from_json(data["request"], ranking)
         return cls(
@@ -241,7 +250,7 @@ _LAYOUT_FIELDS = (
     "context_cells", "context_requested_cells", "chunk_tokens", "prefill_buckets", "expert_slots", "num_blocks",
     "num_experts", "with_draft", "spec_window", "kv_type", "page_bytes", "pages_per_expert", "slot_pages",
     "num_kv_layers", "kv_pages_per_layer", "spare_pages", "cells_per_page", "cell_bytes",
-    "segment_slots", "bucket_segments", "kv_mapped_cells", "prompt_base_bytes",
+    "segment_slots", "bucket_segments", "kv_mapped_cells", "prompt_base_bytes", "stage_bytes", "staged_buckets",
 )  # fmt: skip
 
 
@@ -407,21 +416,24 @@ def _choose_slots(frame: Frame, context_cells: int, chunk_tokens: int) -> Choice
 def _assemble(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> MemoryPlan:
     ledger = Ledger(frame.entries(context.value, chunk.value, slots.value))
     ledger.check()
-    choices = (frame.page_choice, context, chunk, slots)
+    choices: tuple[Choice, ...] = (frame.page_choice, context, chunk, slots)
+    stage_bytes = frame.stage_bytes(context.value, chunk.value)
+    if stage_bytes:
+        choices = (*choices, _stage_choice(frame, stage_bytes))
     pieces = frame.pieces(context.value, chunk.value, slots.value)
     moves = frame.request.moving.on_device
     resolved = replace(
         frame.request, page_bytes=frame.page_bytes, context_cells=context.value, chunk_tokens=chunk.value,
-        expert_slots=slots.value, decided=choices,
+        expert_slots=slots.value, stage_bytes=stage_bytes, decided=choices,
     )  # fmt: skip
-    g = frame.sizes.geometry
+    g, buckets = frame.sizes.geometry, frame.buckets(chunk.value)
     return MemoryPlan(
         model=g.name,
         request=resolved,
         context_cells=frame.num_cells(context.value),
         context_requested_cells=context.value,
         chunk_tokens=chunk.value,
-        prefill_buckets=layout.prefill_buckets(chunk.value),
+        prefill_buckets=buckets,
         expert_slots=slots.value,
         num_blocks=len(frame.pages),
         num_experts=g.num_experts,
@@ -443,7 +455,18 @@ def _assemble(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> Me
         bucket_segments=pieces.bucket_segments if pieces.segment_slots else (),
         kv_mapped_cells=pieces.mapped_cells if moves else None,
         prompt_base_bytes=pieces.base_bytes if moves else 0,
+        stage_bytes=stage_bytes,
+        staged_buckets=tuple(bucket for bucket in buckets if stage_bytes and frame.stage_need.stages(bucket)),
     )
+
+
+def _stage_choice(frame: Frame, stage_bytes: int) -> Choice:
+    """Given, or a share of what is left."""
+    if frame.request.stage_bytes is not None:
+        return frame.request.choice("stage_bytes", stage_bytes)
+    left = "weights, context and prompt buffers leave"
+    reason = f"1/{AUTO_SHARE} of what {left}, but no more than {NUM_BUFFERS} blocks miss"
+    return Choice("stage_bytes", stage_bytes, Origin.COMPUTED, reason)
 
 
 def _notes(frame: Frame, context: Choice, chunk: Choice, slots: Choice, pieces: Pieces) -> tuple[str, ...]:
@@ -465,6 +488,7 @@ def _notes(frame: Frame, context: Choice, chunk: Choice, slots: Choice, pieces: 
     if frame.num_cells(context.value) != context.value:
         cells = frame.num_cells(context.value)
         notes.append(f"the context is rounded up to {cells:,} cells, whole blocks of {frame.block_cells}")
+    notes += _stage_notes(frame, context.value, chunk.value)
     if pieces.lent_slots:
         lent = f"{pieces.lent_slots:,} of {slots.value:,} slots ({pieces.lent_bytes / MIB:,.1f} MiB)"
         notes.append(f"a chunk of {chunk.value:,} tokens borrows {lent} in {pieces.bucket_segments[-1]} segments")
@@ -495,6 +519,22 @@ def _notes(frame: Frame, context: Choice, chunk: Choice, slots: Choice, pieces: 
             f" a token reads {frame.sizes.table_row_bytes:,} bytes of it"
         )
     return tuple(notes)
+
+
+def _stage_notes(frame: Frame, context_cells: int, chunk_tokens: int) -> list[str]:
+    need, stage_bytes = frame.stage_need, frame.stage_bytes(context_cells, chunk_tokens)
+    least = -(-MIN_MEAN_ROWS // need.mean_rows)
+    if frame.request.stage_bytes and not stage_bytes:
+        given = setting_text("stage_bytes", frame.request.stage_bytes)
+        return [f"{given} has no use: chunks of {chunk_tokens:,} tokens need too few experts, {least:,.0f} do not"]
+    if not stage_bytes:
+        return []
+    each = stage_bytes // NUM_BUFFERS
+    experts = expert_lines(each) // expert_lines(need.expert_bytes)
+    return [
+        f"missing experts are copied ahead of chunks of {least:,.0f} tokens or more through {NUM_BUFFERS} buffers of"
+        f" {each / MIB:,.1f} MiB, {experts:,} experts each"
+    ]
 
 
 def _elastic_note(pieces: Pieces) -> str:

@@ -107,7 +107,8 @@ class PlanRequest:
         reserve_bytes: device memory to leave alone.
         host_budget_bytes: RAM that may be taken; None leaves it unchecked.
         shared_memory: device memory is a part of the RAM, as on a CPU.
-        expert_kernels: experts are held in planes and computed by kernels, in all blocks that have one.
+        expert_kernels: experts and dense matrices are held in planes and computed by kernels, where there are some; so
+            are attention, the gated delta net and the mixers.
         stage_bytes: buffers through which a prompt's missing experts are copied ahead; 0: there are none.
         moving: what may change hands while the engine runs.
         ranking: experts in the order in which they get slots, which there cannot be more of; None: blocks take turns.

@@ -13,7 +13,8 @@ from functools import lru_cache
 from math import prod
 
 from strata_jax.geometry import Geometry, TensorSize
-from strata_jax.gguf.layout import EXPERT_STACKS, PLE_TABLE, split_block_name
+from strata_jax.gguf.layout import EXPERT_STACKS, OUTPUT, PLE_TABLE, TOKEN_EMBD, split_block_name
+from strata_jax.memory.dense_planes import MAX_DECODED_WEIGHTS, dense_planes
 from strata_jax.memory.layout import WORD_BYTES, blob_bytes, cell_block
 
 F32_BYTES = 4
@@ -33,6 +34,8 @@ class ModelSizes:
         drafter_bytes: the draft block's weights without its routed experts.
         table_row_bytes: the packed n-gram rows that one token reads; 0 without a table.
         decoded_tile_weights: weights of the largest matrix that is not stored as F32, 0 if there is none.
+        stored_tile_weights: the same of matrices that the kernels leave as stored, without and with the draft block.
+        plane_tile_weights: weights of the largest matrix in planes that is ever decoded whole.
         block_cells: K/V cells that must lie in one page.
         trunk_attention, all_attention: blocks with K/V, without and with the draft block.
         trunk_ratios, all_ratios: (block size r, how many of these blocks have it), dense ones left out.
@@ -47,6 +50,8 @@ class ModelSizes:
     table_bytes: int
     table_row_bytes: int
     decoded_tile_weights: int
+    stored_tile_weights: tuple[int, int]
+    plane_tile_weights: int
     block_cells: int
     trunk_attention: tuple[int, ...]
     all_attention: tuple[int, ...]
@@ -71,13 +76,19 @@ def model_sizes(geometry: Geometry) -> ModelSizes:
     """Return the sizes of a model. Cached: a geometry is summed once however often it is planned."""
     g = geometry
     sums = dict.fromkeys(("dense", "token_embd", "output", "drafter", "PLE table"), 0)
-    decoded = 0
+    decoded, stored, planes = 0, {False: 0, True: 0}, 0
     for tensor in _loaded(g):
         key = {"MTP without experts": "drafter"}.get(tensor.component, tensor.component)
         num_bytes = tensor.num_bytes if tensor.name == PLE_TABLE else device_bytes(tensor)
         sums[key if key in sums else "dense"] += num_bytes
         if len(tensor.shape) == 2 and tensor.type_name != "F32" and tensor.name != PLE_TABLE:
-            decoded = max(decoded, prod(tensor.shape))
+            weights, drafts = prod(tensor.shape), key == "drafter"
+            decoded = max(decoded, weights)
+            looked_up = tensor.name == TOKEN_EMBD and OUTPUT in g.tensor_types
+            if looked_up or dense_planes(tensor.type_name, *tensor.shape) is None:
+                stored[drafts] = max(stored[drafts], 0 if looked_up else weights)
+            elif weights <= MAX_DECODED_WEIGHTS:
+                planes = max(planes, weights)
     table = g.tensor_types.get(PLE_TABLE)
     row_bytes = table.num_bytes // table.shape[0] if table is not None else 0
     return ModelSizes(
@@ -90,6 +101,8 @@ def model_sizes(geometry: Geometry) -> ModelSizes:
         table_bytes=sums["PLE table"],
         table_row_bytes=row_bytes * (g.ple_ngram_size - 1) * g.ple_heads_per_ngram,
         decoded_tile_weights=decoded,
+        stored_tile_weights=(stored[False], max(stored.values())),
+        plane_tile_weights=planes,
         block_cells=cell_block([g.compress_ratio[i] for i in g.attention_layers]),
         trunk_attention=tuple(i for i in g.attention_layers if i < g.num_layers),
         all_attention=g.attention_layers,

@@ -7,6 +7,7 @@ rounds and may land after a fixed number of rounds, so that runs are reproducibl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -65,29 +66,40 @@ def choose_swaps(ctx: PolicyContext, state: MemoryState, settings: AdaptSettings
     Per layer candidates are absent experts with counters of at least `least_usage`, hottest first, and victims are
     residents, coldest first; pairs are made while the candidate exceeds its victim by `gap`.
     """
-    usage = state.usage
-    if usage is None or settings.swaps <= 0:
+    if state.usage is None:
         return []
     present = state.slots.occupant[: state.slots.num_present]
-    held = np.flatnonzero(present >= 0)
+    coming = [swap.incoming for swap in state.pending]
+    return swap_pairs(state.usage, present, coming, np.asarray(ctx.sizes.rank_layer), settings)
+
+
+def swap_pairs(
+    usage: NDArray[np.float32],
+    occupant: NDArray[np.int32],
+    coming: Sequence[int],
+    rank_layer: NDArray[np.integer],
+    settings: AdaptSettings,
+) -> list[tuple[float, int, int]]:
+    """As `choose_swaps`, from f32[R] counters, i32[S] ranks in slots (negative: none) and ranks on their way."""
+    if settings.swaps <= 0:
+        return []
+    held = np.flatnonzero(occupant >= 0)
     wanted = usage >= settings.least_usage
-    wanted[present[held]] = False
-    for swap in state.pending:
-        wanted[swap.incoming] = False
+    wanted[occupant[held]] = False
+    wanted[list(coming)] = False
     candidates = np.flatnonzero(wanted)
     if not len(candidates):
         return []
-    rank_layer = np.asarray(ctx.sizes.rank_layer)
-    held_layer = rank_layer[present[held]]
+    held_layer = rank_layer[occupant[held]]
     pairs: list[tuple[float, int, int]] = []
     for layer in np.unique(rank_layer[candidates]):
         absent = candidates[rank_layer[candidates] == layer]
         absent = absent[np.lexsort((absent, -usage[absent]))]
         slots = held[held_layer == layer]
-        ranks = present[slots]
+        ranks = occupant[slots]
         slots = slots[np.lexsort((-ranks, usage[ranks]))]
         for rank, slot in zip(absent.tolist(), slots.tolist()):
-            gain = float(usage[rank] - usage[present[slot]])
+            gain = float(usage[rank] - usage[occupant[slot]])
             if gain < settings.gap:
                 break
             pairs.append((gain, slot, rank))

@@ -141,7 +141,7 @@ def _own_bytes(geometry: Geometry, plan: MemoryPlan) -> dict[int, int]:
     """Return what prompts of each bucket take beside a loan: of the unloaded head, or of memory kept for them."""
     frame = make_frame(model_sizes(geometry), plan.request)
     needs = {
-        bucket: sum(e.peak_bytes for e in frame.prompt_entries(plan.context_requested_cells, bucket))
+        bucket: sum(e.peak_bytes for e in frame.prompt_entries(plan.context_requested_cells, bucket, plan.stage_bytes))
         for bucket in plan.prefill_buckets
     }
     if plan.request.moving.head_alias:

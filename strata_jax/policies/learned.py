@@ -26,6 +26,7 @@ def learned_ranking(plan: MemoryPlan, state: MemoryState, uses: NDArray[np.int64
     """
     order, prior = plan.order, plan.request.ranking
     adaptive = state.usage is not None
+    slots = "static slots" if plan.request.moving.replacement_decay is None else "slots that rounds refill"
     if state.usage is not None:
         usage, behind = state.usage.astype(np.float64), ~_residents(state)
     elif uses is not None and uses.any():
@@ -42,7 +43,7 @@ def learned_ranking(plan: MemoryPlan, state: MemoryState, uses: NDArray[np.int64
         model=plan.model,
         usage=tuple(round(number, USAGE_DIGITS) for number in usage[ranks].tolist()),
         provenance={
-            "learned_with": "adaptive slots, uses decayed" if adaptive else "static slots, uses of the whole run",
+            "learned_with": "adaptive slots, uses decayed" if adaptive else f"{slots}, uses of the whole run",
             "slots": plan.expert_slots,
             "prior_digest": None if prior is None else prior.digest,
         },

@@ -46,6 +46,7 @@ class SimOptions:
             drawn from `seed`; prompts vary a third as much. 0: none. Published repeats of decoding vary by 3-20 %,
             those of prompts by 1-5 %.
         trace: recorded routing that takes the place of the popularity curve.
+        replacement_decay: factor of use counts where rounds replace residents, for which a trace is needed.
     """
 
     spec_min_p: float = 0.5
@@ -59,6 +60,7 @@ class SimOptions:
     curve: PopularityCurve = field(default_factory=PopularityCurve)
     drafts: DraftModel = field(default_factory=DraftModel)
     trace: RoutingTrace | None = None
+    replacement_decay: float | None = None
 
 
 class Sink(Protocol):
@@ -87,7 +89,7 @@ class Machine:
         cls, plan: StrataPlan, sizes: PackSizes, profile: Profile, stack: PolicyStack, options: SimOptions
     ) -> Machine:
         """Put the parts together and find out which experts have a copy in RAM."""
-        traffic = expert_traffic(sizes, options.curve, options.trace)
+        traffic = expert_traffic(sizes, options.curve, options.trace, options.replacement_decay)
         frac = auto_pcie_frac(profile) if options.pcie_frac is None else options.pcie_frac
         return cls(plan, sizes, profile, stack, options, traffic, experts_in_ram(plan, sizes), frac)
 

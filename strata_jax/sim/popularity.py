@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from strata_jax.errors import ConfigError
 from strata_jax.memory.strata.sizes import PackSizes
+from strata_jax.policies.replacement import first_values, ranks_in_layer
+from strata_jax.policies.replay import Replay, replay_replacing
 from strata_jax.sim.trace import RoutingTrace
 
 NUM_BINS = 300  # groups of neighbouring ranks that are counted together, finer where experts are hot
@@ -82,10 +84,22 @@ def fit_curve(points: Sequence[tuple[float, float]], start: PopularityCurve | No
 
 
 class ExpertTraffic:
-    """The demand for every rank of a pack, and what follows from it for a set of resident experts."""
+    """The demand for every rank of a pack, and what follows from it for a set of resident experts.
 
-    def __init__(self, sizes: PackSizes, curve: PopularityCurve, trace: RoutingTrace | None = None) -> None:
-        self.num_layers = sizes.num_layers
+    replacement_decay: factor of use counts where rounds replace residents; None: they do not.
+    """
+
+    def __init__(
+        self,
+        sizes: PackSizes,
+        curve: PopularityCurve,
+        trace: RoutingTrace | None = None,
+        replacement_decay: float | None = None,
+    ) -> None:
+        if replacement_decay is not None and trace is None:
+            raise ValueError("replacement inside the round needs a routing trace: the curve has no order of look-ups")
+        self.trace, self.replacement_decay = trace, replacement_decay
+        self.num_layers, self.num_experts = sizes.num_layers, sizes.num_experts
         self.curve = curve
         self.rank_bytes = np.asarray(sizes.rank_bytes, dtype=np.float64)
         self.num_ranks = len(self.rank_bytes)
@@ -112,7 +126,8 @@ class ExpertTraffic:
         if found is None:
             if len(self._known) >= CACHED_RESIDENCIES:
                 del self._known[next(iter(self._known))]
-            found = self._known[key] = Residency(self, self.mask(occupant))
+            made = Residency if self.replacement_decay is None else ReplacedResidency
+            found = self._known[key] = made(self, self.mask(occupant))
         return found
 
     def mask(self, occupant: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -128,7 +143,7 @@ class Residency:
     def __init__(self, traffic: ExpertTraffic, held: NDArray[np.bool_]) -> None:
         self._traffic = traffic
         self.held = held
-        self.hit_rate = float(traffic.shares[held].sum())
+        self.hit_rate = self._held_share = float(traffic.shares[held].sum())
         odds = traffic.row_odds
         self.hottest_absent_odds = float(odds[~held].max(initial=0.0))
         self.coldest_present_odds = float(odds[held].min(initial=1.0))
@@ -158,7 +173,7 @@ class Residency:
 
     def share_of_misses(self, chosen: NDArray[np.bool_]) -> float:
         """Return the share of missed look-ups that goes to the missing experts among `chosen`."""
-        missed = 1 - self.hit_rate
+        missed = 1 - self._held_share
         return float(self._traffic.shares[chosen & ~self.held].sum() / missed) if missed > 1e-12 else 0.0
 
     def _touched(self, rows: int) -> NDArray[np.float64]:
@@ -174,7 +189,7 @@ class Residency:
         assert picks is not None
         num_windows = len(picks) // rows
         if num_windows == 0:
-            raise ConfigError(f"routing trace: {len(picks)} tokens are recorded, fewer than a window of {rows} rows.")
+            raise ConfigError(_too_short(len(picks), rows))
         windows = np.sort(picks[: num_windows * rows].reshape(num_windows, -1), axis=1)
         first = np.ones(windows.shape, dtype=np.bool_)
         first[:, 1:] = windows[:, 1:] != windows[:, :-1]
@@ -182,7 +197,50 @@ class Residency:
         return float(first.sum()) / per_layer, float((first & ~self.held[windows]).sum()) / per_layer
 
 
+class ReplacedResidency(Residency):
+    """The same where rounds replace residents: a replay of the trace that begins with these.
+
+    What a prompt finds is still the residents at the start. They are ranked as the trace is.
+    """
+
+    def __init__(self, traffic: ExpertTraffic, held: NDArray[np.bool_]) -> None:
+        super().__init__(traffic, held)
+        self._replays: dict[int, Replay] = {}
+        self.hit_rate = self._replay(1).hit_rate
+
+    def distinct_per_layer(self, rows: int) -> tuple[float, float]:
+        """Return (distinct experts, distinct missing experts) that `rows` neighbouring rows ask a layer for."""
+        found = self._replay(rows)
+        per_layer = found.windows * self._traffic.num_layers
+        return found.distinct / per_layer, found.reads / per_layer
+
+    def _replay(self, rows: int) -> Replay:
+        if rows not in self._replays:
+            traffic = self._traffic
+            trace, decay = traffic.trace, traffic.replacement_decay
+            assert trace is not None
+            assert decay is not None
+            if len(trace.experts) < rows:
+                raise ConfigError(_too_short(len(trace.experts), rows))
+            shape = traffic.num_layers, traffic.num_experts
+            order = trace.rank_order(*shape)
+            held = np.zeros(traffic.num_ranks, np.bool_)
+            held[order] = self.held
+            start = first_values(ranks_in_layer(order, *shape))
+            self._replays[rows] = replay_replacing(trace.experts, held.reshape(shape), start, decay, rows)
+        return self._replays[rows]
+
+
+def _too_short(tokens: int, rows: int) -> str:
+    return f"routing trace: {tokens} tokens are recorded, fewer than a window of {rows} rows."
+
+
 @lru_cache(maxsize=8)
-def expert_traffic(sizes: PackSizes, curve: PopularityCurve, trace: RoutingTrace | None = None) -> ExpertTraffic:
+def expert_traffic(
+    sizes: PackSizes,
+    curve: PopularityCurve,
+    trace: RoutingTrace | None = None,
+    replacement_decay: float | None = None,
+) -> ExpertTraffic:
     """Return the traffic of a pack, kept for the next simulation of the same one."""
-    return ExpertTraffic(sizes, curve, trace)
+    return ExpertTraffic(sizes, curve, trace, replacement_decay)

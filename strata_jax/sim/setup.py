@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from strata_jax.config.cache import NO_RANKING
+from strata_jax.config.cache import NO_RANKING, replacement_decay
 from strata_jax.config.checks import auto_limit
 from strata_jax.config.choices import Compat, Replacement, Tier
 from strata_jax.config.executors import LOCAL, has_strata_memory, is_preset
@@ -334,6 +334,7 @@ def sim_options(config: RunConfig, ranking: ExpertRanking | None = None) -> SimO
         noise=executor.noise,
         seed=executor.seed,
         trace=trace,
+        replacement_decay=replacement_decay(config),
     )
 
 

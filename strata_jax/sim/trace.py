@@ -33,17 +33,25 @@ class RoutingTrace:
         Ties go to the lower layer, then to the lower expert. Raises FormatError if the trace is another model's.
         """
         tokens, layers, _ = self.experts.shape
+        pairs = self.experts + num_experts * np.arange(layers, dtype=np.int32)[None, :, None]
+        order = self.rank_order(num_layers, num_experts)
+        rank_of = np.empty(len(order), dtype=np.int32)
+        rank_of[order] = np.arange(len(order), dtype=np.int32)
+        return np.asarray(rank_of[pairs].reshape(tokens, -1))
+
+    def rank_order(self, num_layers: int, num_experts: int) -> NDArray[np.int32]:
+        """Return i32[R], ``layer * num_experts + expert`` of each rank, as `ranks` has them; raises what it does."""
+        layers = self.experts.shape[1]
         if layers != num_layers or int(self.experts.max()) >= num_experts:
             raise FormatError(
                 f"routing trace: it has {layers} layers and experts up to {int(self.experts.max())}, the model has "
                 f"{num_layers} layers of {num_experts} experts"
             )
         pairs = self.experts + num_experts * np.arange(layers, dtype=np.int32)[None, :, None]
+        if self.order is not None:
+            return self.order
         counts = np.bincount(pairs.ravel(), minlength=num_layers * num_experts)
-        order = np.argsort(-counts, kind="stable") if self.order is None else self.order
-        rank_of = np.empty(len(counts), dtype=np.int32)
-        rank_of[order] = np.arange(len(counts), dtype=np.int32)
-        return np.asarray(rank_of[pairs].reshape(tokens, -1))
+        return np.argsort(-counts, kind="stable").astype(np.int32)
 
 
 def read_routing_trace(path: Path) -> RoutingTrace:

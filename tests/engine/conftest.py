@@ -20,13 +20,14 @@ LoadEngine = Callable[..., Engine]
 
 
 def load(path: Path, **settings: object) -> Engine:
-    """Load a model with float32 K/V, all experts resident and every choice overridable."""
+    """Load a model with float32 K/V, all experts resident, windows of two tokens (fewer drafts to compile) and every
+    choice overridable."""
     file = open_gguf(path)
     geometry = Geometry.from_gguf(file)
-    window = settings.get("spec_window", 4)
+    window = settings.get("spec_window", 2)
     blocks = geometry.num_layers + (geometry.num_mtp_layers if window != 1 else 0)
     request: dict = {
-        "context_cells": 512, "chunk_tokens": 64, "kv_type": "f32", "all_logits": True,
+        "context_cells": 512, "chunk_tokens": 64, "kv_type": "f32", "all_logits": True, "spec_window": window,
         "expert_slots": blocks * geometry.num_experts,
     }  # fmt: skip
     return Engine.load(file, geometry, plan(geometry, PlanRequest(**(request | settings))))

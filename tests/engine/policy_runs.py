@@ -55,7 +55,7 @@ class Injected(Exception):
     """The fault of a test."""
 
 
-def planned(path: Path, policies: Sequence[str]) -> MemoryPlan:
+def planned(path: Path, policies: Sequence[str], spec_window: int = REQUEST["spec_window"]) -> MemoryPlan:
     moving = MovingMemory(
         lend="borrow" in policies,
         own="auto" if "own" in policies else "off",
@@ -66,9 +66,11 @@ def planned(path: Path, policies: Sequence[str]) -> MemoryPlan:
         resident_cells=104 if "residence" in policies else 0,
         conversation_bytes=64 * MIB if "conversations" in policies else 0,
         checkpoints=4 if "conversations" in policies else 0,
+        replacement_decay=0.5 if "replacement" in policies else None,
     )
     geometry = Geometry.from_gguf(open_gguf(path))
-    return plan(geometry, PlanRequest(**REQUEST, expert_slots=40, device_budget_bytes=2**30, moving=moving))
+    request = REQUEST | {"spec_window": spec_window}
+    return plan(geometry, PlanRequest(**request, expert_slots=40, device_budget_bytes=2**30, moving=moving))
 
 
 def settings_of(policies: Sequence[str]) -> DeviceSettings:
@@ -87,17 +89,18 @@ def settings_of(policies: Sequence[str]) -> DeviceSettings:
 class Engines:
     """Engines by the shape of their arena, and the resident one: compiled programs are the slow part."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, spec_window: int = REQUEST["spec_window"]) -> None:
+        self.path, self.spec_window = path, spec_window
         self.kept: dict[Any, Engine] = {}
         geometry = Geometry.from_gguf(open_gguf(path))
-        whole = plan(geometry, PlanRequest(**REQUEST, expert_slots=NUM_BLOCKS * NUM_EXPERTS))
+        request = REQUEST | {"spec_window": spec_window}
+        whole = plan(geometry, PlanRequest(**request, expert_slots=NUM_BLOCKS * NUM_EXPERTS))
         self.reference = Reference(Engine.load(open_gguf(path), geometry, whole))
 
     def get(self, policies: Sequence[str]) -> Engine:
         """An engine as loaded, with the plan of these policies."""
-        made = planned(self.path, policies)
-        shape = made.arena
+        made = planned(self.path, policies, self.spec_window)
+        shape = made.arena, made.request.moving.replacement_decay
         if shape not in self.kept:
             file = open_gguf(self.path)
             self.kept[shape] = Engine.load(file, Geometry.from_gguf(file), made)

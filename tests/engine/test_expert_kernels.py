@@ -114,9 +114,9 @@ def test_experts_give_what_the_reference_gives_wherever_they_lie(
     assert isinstance(bank.layout, ExpertLayout)
     assert bank.blobs.shape == reference.banks[LAYER].blobs.shape
     plain, kernel = Routed(reference, num_tokens), Routed(by_kernel, num_tokens)
-    alone = plain(0)  # the shared expert
+    alone, kernel_alone = plain(0), kernel(0)  # the shared expert
     for real in (count, num_tokens):
-        expected, found = plain(real) - alone, kernel(real) - alone
+        expected, found = plain(real) - alone, kernel(real) - kernel_alone
         assert np.abs(expected).max() > 0.1 * np.abs(alone).max()
         assert far(found, expected) < tolerance
         assert not found[real:].any()
@@ -190,21 +190,28 @@ def test_blocks_of_one_layout_are_lowered_once(
     bank, pages = by_kernel.banks[LAYER], by_kernel.arena.shape
     layout = bank.layout
     assert isinstance(layout, ExpertLayout)
-    run = expert_kernels.window if num_tokens == 1 else expert_kernels.chunk
+    num_used = by_kernel.geometry.num_experts_used
 
-    def two(u: jax.Array, ids: jax.Array, weights: jax.Array, *where: jax.Array) -> Any:
-        arena, words, pages = where
-        return sum(run(factor * u, ids, weights, (arena,), words, pages, layout) for factor in (2.0, 3.0))
+    def one(u: jax.Array, scores: jax.Array, arena: jax.Array, words: jax.Array, pages: jax.Array) -> jax.Array:
+        if num_tokens == 1:
+            routing = expert_kernels.route(scores, u, u[0], pages, jnp.int32(1), num_used, layout)
+            return expert_kernels.window(routing, (arena,), words, pages, layout)
+        ids, weights = expert_kernels.choose(scores, num_used)
+        return expert_kernels.chunk(u, ids, weights, (arena,), words, pages, layout)
 
-    shape, row = jax.ShapeDtypeStruct, (num_tokens, by_kernel.geometry.num_experts_used)
+    def two(u: jax.Array, *rest: jax.Array) -> Any:
+        return sum(one(factor * u, *rest) for factor in (2.0, 3.0))
+
+    shape = jax.ShapeDtypeStruct
     text = lower_for_cuda(
-        two, shape((num_tokens, by_kernel.geometry.embed_width), jnp.float32), shape(row, jnp.int32),
-        shape(row, jnp.float32), shape(pages, jnp.uint32), shape(bank.blobs.shape, jnp.uint32),
+        two, shape((num_tokens, by_kernel.geometry.embed_width), jnp.float32),
+        shape((num_tokens, EXPERTS), jnp.float32), shape(pages, jnp.uint32), shape(bank.blobs.shape, jnp.uint32),
         shape((EXPERTS,), jnp.int32),
     )  # fmt: skip
     kernels = re.findall(r"stablehlo.custom_call @\S*triton\S*\(", text)
-    assert len(kernels) == (2 if num_tokens == 1 else 4)  # two products; of a chunk, for arena and bank
+    assert len(kernels) == (3 if num_tokens == 1 else 5)  # routing, two products; of a chunk, for arena and bank
     assert len(re.findall(r"call @_(?:window|chunk)\(", text)) == 2
+    assert len(re.findall(r"call @_(?:route|choose)\(", text)) == 2
 
 
 def test_all_block_sizes_are_within_what_the_plan_prices() -> None:

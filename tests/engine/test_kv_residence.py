@@ -56,7 +56,7 @@ def path(models: ModelStore) -> Path:
 def engines(path: Path) -> Iterator[Engines]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_runs, "Geometry", MixedGeometry)
-        yield Engines(path)
+        yield Engines(path, spec_window=2)
 
 
 @pytest.fixture(scope="module")

@@ -88,16 +88,15 @@ def test_pairs_are_sorted_by_expert_and_tiles_cover_every_row_once():
         assert token_of[row_of[t, k]] == t
     assert sorted(row_of.reshape(-1).tolist()) == list(range(ids.size))
     by_row = np.sort(ids.reshape(-1))
-    for tile_rows, chosen in ((16, None), (4, None), (16, np.arange(NUM_EXPERTS) % 2 == 0)):
-        tiles = tile_map(pairs, tile_rows, None if chosen is None else jnp.asarray(chosen))
+    for tile_rows in (16, 4):
+        tiles = tile_map(pairs, tile_rows)
         num = int(tiles.num[0])
         seen = np.zeros(ids.size, int)
         for expert, first, rows in zip(tiles.expert[:num], tiles.first[:num], tiles.count[:num]):
             assert 0 < rows <= tile_rows
             assert (by_row[first : first + rows] == expert).all()
             seen[first : first + rows] += 1
-        wanted = by_row < NUM_EXPERTS if chosen is None else (by_row < NUM_EXPERTS) & np.append(chosen, False)[by_row]
-        np.testing.assert_array_equal(seen, wanted)
+        np.testing.assert_array_equal(seen, by_row < NUM_EXPERTS)
         assert num <= len(tiles.expert)
 
 
@@ -112,11 +111,9 @@ def test_the_worst_routing_still_fits_the_tile_map():
 def test_experts_are_found_in_the_array_that_holds_their_first_page():
     arrays = [jnp.zeros((pages, 8), jnp.uint32) for pages in (3, 4)]
     pages = jnp.array([6, -1, 0, 3, 2], jnp.int32)
-    (core_lines, in_core), (lines, in_segment) = arena_lines(arrays, pages)
-    assert in_core.tolist() == [False, False, True, False, True]
-    assert in_segment.tolist() == [True, False, False, True, False]
-    assert core_lines[in_core].tolist() == [0, 2]
-    assert lines[in_segment].tolist() == [3, 0]
+    in_core, in_segment = arena_lines(arrays, pages)
+    assert in_core.tolist() == [-1, -1, 0, -1, 2]
+    assert in_segment.tolist() == [3, -1, -1, 0, -1]
 
 
 @pytest.mark.parametrize(("gate_type", "down_type", "swap"), [("IQ3_XXS", "Q2_0", False), ("Q8_0", "Q8_0", True)])
@@ -126,11 +123,11 @@ def test_kernels_fill_the_rows_of_their_experts_and_no_others(gate_type, down_ty
     parts = [PlanePart(part, first) for part, first in zip(case.layout.parts, case.layout.firsts)]
     pairs = sort_pairs(jnp.asarray(case.ids), NUM_EXPERTS, blocks.rows)
     num_rows = case.ids.size + blocks.rows
-    lines, held = arena_lines(case.arrays, case.pages)[1]
-    chosen = [expert for expert in np.flatnonzero(held) if (case.ids == expert).any()]
+    lines = arena_lines(case.arrays, case.pages)[1]
+    chosen = [expert for expert in np.flatnonzero(lines >= 0) if (case.ids == expert).any()]
     assert 0 in chosen
     assert 1 < len(chosen) < NUM_EXPERTS - 1
-    tiles = tile_map(pairs, blocks.rows, held)
+    tiles = tile_map(pairs, blocks.rows)
     h = jnp.full((num_rows, EXPERT_WIDTH), 7, jnp.bfloat16)
     operands = (tiles, case.arrays[1], lines)
     h = triton.swiglu(case.u, pairs.token_of, *operands, (parts[0], parts[1]), h, blocks, interpret=True)
@@ -153,17 +150,16 @@ def test_a_chunk_with_experts_in_the_arena_and_in_a_buffer_gives_each_token_its_
     pages = case.pages.at[streamed].set(-1)
     arena = jnp.concatenate(case.arrays)
     blobs = [np.asarray(arena)[case.pages[e] :].reshape(-1)[: case.layout.num_words] for e in (*streamed, 0)]
-    places = jnp.zeros(NUM_EXPERTS, jnp.int32).at[streamed].set(jnp.arange(2))
-    [(lines, resident)] = arena_lines([arena], pages)
-    sources = [(arena, lines, resident), (jnp.asarray(np.stack(blobs)), places, pages < 0)]
+    places = jnp.full(NUM_EXPERTS, -1, jnp.int32).at[streamed].set(jnp.arange(2))
+    sources = [(arena, arena_lines([arena], pages)[0]), (jnp.asarray(np.stack(blobs)), places)]
 
     @jax.jit
     def chunk(u: jax.Array, ids: jax.Array, shares: jax.Array) -> jax.Array:
         pairs = sort_pairs(ids, NUM_EXPERTS, BLOCKS.rows)
         h = jnp.zeros((ids.size + BLOCKS.rows, EXPERT_WIDTH), jnp.bfloat16)
         y = jnp.zeros((ids.size + BLOCKS.rows, WIDTH), jnp.float32)
-        for words, lines, chosen in sources:
-            tiles = tile_map(pairs, BLOCKS.rows, chosen)
+        tiles = tile_map(pairs, BLOCKS.rows)
+        for words, lines in sources:
             h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, case.layout, h, BLOCKS)
             y = grouped_down(h, tiles, words, lines, case.layout, y, BLOCKS)
         return combine(y, pairs.row_of, shares)

@@ -94,6 +94,11 @@ def test_buckets_of_a_chunk(chunk: int, buckets: tuple[int, ...]) -> None:
     assert layout.prefill_buckets(chunk) == buckets
 
 
+@pytest.mark.parametrize(("chunk", "buckets"), [(8, (8,)), (16, (16,)), (20, (16, 20)), (512, (16, 64, 512))])
+def test_buckets_of_programs_made_of_kernels_are_longer_than_windows(chunk: int, buckets: tuple[int, ...]) -> None:
+    assert layout.prefill_buckets(chunk, kernels=True) == buckets
+
+
 @given(chunk=st.integers(1, 5000))
 def test_every_part_of_a_prompt_has_a_bucket_that_the_recurrent_layers_accept(chunk: int) -> None:
     buckets = layout.prefill_buckets(chunk)

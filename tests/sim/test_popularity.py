@@ -145,6 +145,39 @@ def test_a_recorded_trace_is_replayed_exactly(tmp_path: Path, sizes: PackSizes) 
         held.distinct_per_layer(41)
 
 
+def test_rounds_that_replace_residents_are_replayed_from_those_at_the_start(sizes: PackSizes) -> None:
+    experts, each = recorded(sizes), 20
+    order = np.random.default_rng(1).permutation(ALL).astype(np.int32)  # of a given ranking: it cannot know the trace
+    trace = RoutingTrace(experts, order)
+    rank_of = np.argsort(order)
+    start = np.argsort(rank_of.reshape(48, 512), axis=1)[:, :each]  # the hottest of every layer
+    hits = reads = 0
+    for layer in range(48):
+        recent = dict.fromkeys(reversed(start[layer].tolist()))
+        for token in experts[:, layer]:
+            asked = sorted(int(e) for e in token)
+            hits += sum(e in recent for e in asked)
+            reads += sum(e not in recent for e in asked)
+            victims = [e for e in recent if e not in asked]
+            for leaving, coming in zip(victims, [e for e in asked if e not in recent]):
+                del recent[leaving]
+                recent[coming] = None
+            for e in reversed(asked):
+                recent[e] = recent.pop(e)
+    occupant = rank_of[(start + 512 * np.arange(48)[:, None]).ravel()].astype(np.int32)
+    held = ExpertTraffic(sizes, PopularityCurve(), trace, replacement_decay=0.0).residency(occupant)
+    assert held.hit_rate == hits / experts.size
+    assert held.distinct_per_layer(1) == (sizes.num_experts_used, reads / 40 / 48)
+    static = ExpertTraffic(sizes, PopularityCurve(), trace).residency(occupant)
+    assert held.hit_rate > static.hit_rate + 0.1
+    assert held.touched_missing_bytes(100) == static.touched_missing_bytes(100)
+    assert held.share_of_misses(~held.held) == static.share_of_misses(~held.held) == pytest.approx(1)
+    with pytest.raises(ConfigError, match="40 tokens are recorded"):
+        held.distinct_per_layer(41)
+    with pytest.raises(ValueError, match="needs a routing trace"):
+        ExpertTraffic(sizes, PopularityCurve(), replacement_decay=0.0)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

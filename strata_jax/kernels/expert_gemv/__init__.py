@@ -16,17 +16,24 @@ from strata_jax.kernels.backend import on_backend
 from strata_jax.kernels.expert_gemv import reference
 from strata_jax.kernels.expert_gemv.blocks import Blocks, LaunchBlocks, blocks_for
 from strata_jax.kernels.expert_gemv.layout import ExpertLayout, WindowPlan, expert_layout, pack_expert, plan_window
+from strata_jax.kernels.expert_gemv.vectors import VectorRows, input_rows, pack_input, pack_rows
+from strata_jax.kernels.planes import ITEM
 
 __all__ = [
     "MAX_TOKENS",
     "Blocks",
     "ExpertLayout",
     "LaunchBlocks",
+    "VectorRows",
     "WindowPlan",
     "expert_gemv",
     "expert_layout",
+    "input_rows",
     "pack_expert",
+    "pack_input",
+    "pack_rows",
     "plan_window",
+    "planned_gemv",
 ]
 
 MAX_TOKENS = 8
@@ -74,13 +81,33 @@ def expert_gemv(
         return reference.expert_window(u, ids, weights, arrays, bank, pages, layout)
 
     def on_triton(u: jax.Array, ids: jax.Array, weights: jax.Array, bank: jax.Array, pages: jax.Array) -> jax.Array:
-        from strata_jax.kernels.expert_gemv import triton
-
-        found = blocks or blocks_for(_device_kind(), layout.tile_rows)
-        plan = plan_window(ids, pages)
-        return triton.expert_window(u, plan, weights, arrays, bank, pages, layout, found, interpret=interpret)
+        x, plan = pack_input(u, input_rows(layout)), plan_window(ids, pages)
+        return planned_gemv(x, plan, weights, arrays, bank, pages, layout, blocks=blocks, interpret=interpret)
 
     return on_backend(backend, on_triton, in_jnp, u, ids, weights, bank, pages)
+
+
+def planned_gemv(
+    x: jax.Array,
+    plan: WindowPlan,
+    weights: jax.Array,
+    arrays: Sequence[jax.Array],
+    bank: jax.Array,
+    pages: jax.Array,
+    layout: ExpertLayout,
+    *,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """The Triton kernels of `expert_gemv` for a window that is planned and packed already (`kernels/route`).
+
+    Args:
+        x: u32[T, input_rows, E / 32], as `pack_input` makes it.
+    """
+    from strata_jax.kernels.expert_gemv import triton
+
+    found = blocks or blocks_for(_device_kind(), layout.tile_rows)
+    return triton.expert_window(x, plan, weights, arrays, bank, pages, layout, found, interpret=interpret)
 
 
 def _device_kind() -> str:
@@ -122,3 +149,5 @@ def _check_blocks(blocks: Blocks, tile_rows: int) -> None:
     for name, launch in (("gate_up", blocks.gate_up), ("down", blocks.down)):
         if launch.rows < 1 or tile_rows % launch.rows:
             raise ValueError(f"{name}: {launch.rows} rows a program do not divide the planes' tile of {tile_rows} rows")
+    if blocks.gate_up.rows % ITEM:
+        raise ValueError(f"gate_up: {blocks.gate_up.rows} rows a program are no whole items of {ITEM} for `down`")

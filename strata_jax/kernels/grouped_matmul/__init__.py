@@ -2,16 +2,16 @@
 
     blocks = choose_blocks(T * K / X, layout.tile_rows, device_kind)
     pairs = sort_pairs(ids, X, blocks.rows)                             # T tokens x K experts -> P sorted rows
-    for words, (lines, chosen) in zip(arrays, arena_lines(arrays, pages)):     # experts where they are resident
-        tiles = tile_map(pairs, blocks.rows, chosen)
+    tiles = tile_map(pairs, blocks.rows)
+    for words, lines in zip(arrays, arena_lines(arrays, pages)):        # experts where they are resident
         h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h, blocks)   # silu(gate) * up, [P + pad, F]
         y = grouped_down(h, tiles, words, lines, layout, y, blocks)                     # [P + pad, E]
     out = combine(y, pairs.row_of, weights)                             # f32[T, E]
 
 One call reads one array of words; experts that lie in several arrays take one call each, which fills its own rows of
 the same result (written in place). ``words`` is u32[lines, words_per_line], ``lines: i32[X]`` the line at which the
-blob of each expert starts: pages of the arena, or places of a streaming buffer u32[n, blob_words]; experts that are not
-in ``tiles`` may have any line. Operands of the products are bfloat16 (weights decoded in float32, rounded once), sums
+blob of each expert starts, below 0 = it is not in this array: pages of the arena, say, or places of a staging buffer.
+Operands of the products are bfloat16 (weights decoded in float32, rounded once), sums
 float32. Rows that no call fills are as the caller made them.
 """
 

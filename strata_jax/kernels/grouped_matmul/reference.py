@@ -42,7 +42,7 @@ def swiglu(
         gate, up = (_times(x, part_matrix(words, line, part)) for part in parts)
         return gate * jax.nn.sigmoid(gate) * up
 
-    return _fill(tiles, out, tile_rows, product)
+    return _fill(tiles, lines, out, tile_rows, product)
 
 
 def down(
@@ -59,7 +59,7 @@ def down(
     def product(i: jax.Array, rows: jax.Array) -> jax.Array:
         return _times(h[rows], part_matrix(words, lines[tiles.expert[i]], part))
 
-    return _fill(tiles, out, tile_rows, product)
+    return _fill(tiles, lines, out, tile_rows, product)
 
 
 def _times(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -69,12 +69,17 @@ def _times(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _fill(
-    tiles: TileMap, out: jax.Array, tile_rows: int, product: Callable[[jax.Array, jax.Array], jax.Array]
+    tiles: TileMap,
+    lines: jax.Array,
+    out: jax.Array,
+    tile_rows: int,
+    product: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     def step(i: jax.Array, out: jax.Array) -> jax.Array:
         rows = tiles.first[i] + jnp.arange(tile_rows)
+        here = lines[tiles.expert[i]] >= 0
         value = product(i, jnp.minimum(rows, out.shape[0] - 1)).astype(out.dtype)
-        keep = jnp.arange(tile_rows) < tiles.count[i]
+        keep = here & (jnp.arange(tile_rows) < tiles.count[i])
         return out.at[jnp.where(keep, rows, out.shape[0])].set(value, mode="drop")
 
     return jax.lax.fori_loop(0, tiles.num[0], step, out)

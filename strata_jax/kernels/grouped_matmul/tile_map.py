@@ -55,34 +55,35 @@ def sort_pairs(ids: jax.Array, num_experts: int, pad: int) -> SortedPairs:
     return SortedPairs(token_of, row_of.reshape(num_tokens, num_used), count, first)
 
 
-def tile_map(pairs: SortedPairs, tile_rows: int, chosen: jax.Array | None = None) -> TileMap:
-    """Cut the rows of every expert (or only of those with ``chosen: bool[X]``) into tiles, experts in order."""
+def tile_map(pairs: SortedPairs, tile_rows: int) -> TileMap:
+    """Cut the rows of every expert into tiles, experts in order."""
     num_pairs = pairs.row_of.size
     num_experts = pairs.count.shape[0]
     max_tiles = min(num_pairs, num_pairs // tile_rows + num_experts)
-    count = pairs.count if chosen is None else jnp.where(chosen, pairs.count, 0)
-    tiles = (count + tile_rows - 1) // tile_rows
+    tiles = (pairs.count + tile_rows - 1) // tile_rows
     last = jnp.cumsum(tiles)
     index = jnp.arange(max_tiles, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(last, index, side="right"), num_experts - 1).astype(jnp.int32)
+    # comparisons of all with all are one launch; a binary search is a loop of them
+    before = jnp.sum(last[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(before, num_experts - 1)
     skipped = (index - (last - tiles)[expert]) * tile_rows
-    rows = jnp.clip(count[expert] - skipped, 0, tile_rows)
+    rows = jnp.clip(pairs.count[expert] - skipped, 0, tile_rows)
     return TileMap(expert, (pairs.first[expert] + skipped).astype(jnp.int32), rows.astype(jnp.int32), last[-1:])
 
 
-def arena_lines(arrays: Sequence[jax.Array], pages: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """Say which experts each array of the arena holds and where.
+def arena_lines(arrays: Sequence[jax.Array], pages: jax.Array) -> list[jax.Array]:
+    """Say where in each array of the arena its experts are.
 
     Args:
         arrays: the core and its segments, u32[pages, page_words], page numbers running through all of them.
-        pages: i32[X], first arena page of each expert, -1 = not resident.
+        pages: i32[X], first arena page of each expert, below 0 = not resident.
 
     Returns:
-        For each array ``lines: i32[X]`` and ``chosen: bool[X]``; lines of experts that are elsewhere mean nothing.
+        For each array ``lines: i32[X]``, -1 for experts that are elsewhere.
     """
     found, first = [], 0
     for array in arrays:
         end = first + array.shape[0]
-        found.append((pages - first, (pages >= first) & (pages < end)))
+        found.append(jnp.where((pages >= first) & (pages < end), pages - first, -1))
         first = end
     return found

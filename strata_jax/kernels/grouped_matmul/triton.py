@@ -1,7 +1,8 @@
 """Grouped products on packed experts in Pallas Triton: one program per (tile of weight rows, tile of sorted rows).
 
 A program decodes its expert's weights once, step by step along the width, in registers, and multiplies all rows of its
-tile by them on the tensor cores; nothing decoded leaves the chip. Programs past the last tile end at once.
+tile by them on the tensor cores; nothing decoded leaves the chip. Programs past the last tile, and those whose expert
+lies elsewhere, end at once.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ def swiglu(
     ) -> None:  # fmt: skip
         row, i = pl.program_id(0) * weight_rows, pl.program_id(1)
 
-        @pl.when(i < num[0])
+        line = lines[expert[i]]
+
+        @pl.when((i < num[0]) & (line >= 0))
         def _work() -> None:
-            line = lines[expert[i]]
             tokens = token_of[pl.ds(first[i], blocks.rows)]
             loads = [row_loader(words, line, part, row, weight_rows) for part in parts]
 
@@ -63,7 +65,7 @@ def swiglu(
 
     tables = [jnp.asarray(lookup_table(part.layout.type_name)) for part in parts]
     grid = (out.shape[1] // weight_rows, tiles.expert.shape[0])
-    call = launch(kernel, grid, _like(out), blocks.swiglu.warps, in_place=True, interpret=interpret)
+    call = launch(kernel, grid, _like(out), blocks.swiglu.warps, in_place=1, interpret=interpret)
     return call(u, token_of, tiles.first, tiles.count, tiles.expert, tiles.num, lines, words, *tables, out)
 
 
@@ -85,9 +87,11 @@ def down(
     ) -> None:
         row, i = pl.program_id(0) * weight_rows, pl.program_id(1)
 
-        @pl.when(i < num[0])
+        line = lines[expert[i]]
+
+        @pl.when((i < num[0]) & (line >= 0))
         def _work() -> None:
-            load = row_loader(words, lines[expert[i]], part, row, weight_rows)
+            load = row_loader(words, line, part, row, weight_rows)
 
             def step(k: jax.Array, acc: jax.Array) -> jax.Array:
                 x = h[pl.ds(first[i], blocks.rows), pl.ds(k * num_items * ITEM, num_items * ITEM)]
@@ -98,7 +102,7 @@ def down(
 
     table = jnp.asarray(lookup_table(part.layout.type_name))
     grid = (out.shape[1] // weight_rows, tiles.expert.shape[0])
-    call = launch(kernel, grid, _like(out), blocks.down.warps, in_place=True, interpret=interpret)
+    call = launch(kernel, grid, _like(out), blocks.down.warps, in_place=1, interpret=interpret)
     return call(h, tiles.first, tiles.count, tiles.expert, tiles.num, lines, words, table, out)
 
 

@@ -28,6 +28,7 @@ an operand (types without a codebook never call it).
 A product need not scale every weight: `decode_codes` yields unscaled codes (whole numbers up to 127 in magnitude, exact
 in bfloat16), `decode_scales` one or two scales per item (two: of weights 0-15 and 16-31) and `decode_offset` what is
 added to each weight of an item, or None:  weight = code * scale + offset.
+`quads.decode_quads` gives the codes as signed bytes, four to a word, for integer dot products.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from strata_jax.kernels.planes.decode import (
     Lookup,
     decode_codes,
     decode_offset,
+    decode_plane_rows,
     decode_planes,
     decode_scales,
     decode_tile,
@@ -64,6 +66,7 @@ __all__ = [
     "PlaneLayout",
     "decode_codes",
     "decode_offset",
+    "decode_plane_rows",
     "decode_planes",
     "decode_scales",
     "decode_tile",

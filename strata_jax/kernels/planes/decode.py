@@ -11,7 +11,7 @@ Names: `d` block scale, `f` the fields of an item by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ Fields = Mapping[str, tuple[jax.Array, ...]]
 
 _WORD = 32
 _SIGN_BIT = np.uint32(1 << 31)
+_WHOLE = 1 << 23  # float32 from here on to twice as much are the whole numbers, in order of their bits
+_WHOLE_BITS = np.float32(_WHOLE).view(np.uint32)
 
 
 def load_fields(load: Load, layout: PlaneLayout, items: jax.Array) -> dict[str, tuple[jax.Array, ...]]:
@@ -84,12 +86,22 @@ def decode_planes(words: jax.Array, layout: PlaneLayout) -> jax.Array:
             f"got {words.dtype}{list(words.shape)}"
         )
     tiles = words.reshape(-1, layout.row_words, layout.tile_rows)
-    row_words = tiles.swapaxes(0, 1).reshape(layout.row_words, layout.rows)
+    return _decode_strings(tiles.swapaxes(0, 1).reshape(layout.row_words, layout.rows), layout)
+
+
+def decode_plane_rows(words: jax.Array, layout: PlaneLayout, rows: jax.Array) -> jax.Array:
+    """Decode some rows of a matrix in planes, ``rows: i32[N]``: f32[N, cols]."""
+    tiles = words.reshape(-1, layout.row_words, layout.tile_rows)
+    return _decode_strings(tiles[rows // layout.tile_rows, :, rows % layout.tile_rows].T, layout)
+
+
+def _decode_strings(row_words: jax.Array, layout: PlaneLayout) -> jax.Array:
+    """Decode whole row strings u32[row_words, N]: f32[N, cols]."""
     table = jnp.asarray(lookup_table(layout.type_name))
     items = jnp.arange(layout.num_items, dtype=jnp.int32)
     fields = load_fields(lambda word: row_words[word], layout, items)
-    weights = jnp.stack(list(decode_tile(fields, layout.type_name, lambda index: table[index])))  # [32, J, rows]
-    return weights.transpose(2, 1, 0).reshape(layout.rows, layout.cols)
+    weights = jnp.stack(list(decode_tile(fields, layout.type_name, lambda index: table[index])))  # [32, J, N]
+    return weights.transpose(2, 1, 0).reshape(-1, layout.cols)
 
 
 @cache
@@ -120,14 +132,20 @@ def _take(word: jax.Array, first: int, bits: int) -> jax.Array:
     return (word >> np.uint32(first)) & np.uint32((1 << bits) - 1)
 
 
-def _f32(code: jax.Array) -> jax.Array:
-    """Small unsigned codes as f32."""
-    return code.astype(jnp.int32).astype(jnp.float32)
+def _moved(word: jax.Array, first: int, bits: int, to: int) -> jax.Array:
+    """Bits ``first ... first + bits - 1`` of the word, moved to bit ``to``."""
+    shift = first - to
+    moved = word >> np.uint32(shift) if shift >= 0 else word << np.uint32(-shift)
+    return moved & np.uint32((1 << bits) - 1 << to)
+
+
+def _f32(code: jax.Array, zero: int = 0) -> jax.Array:
+    """``code - zero`` as f32, for codes below 2^23: two cheap instructions, where converting is half as fast."""
+    return jax.lax.bitcast_convert_type(code | _WHOLE_BITS, jnp.float32) - np.float32(_WHOLE + zero)
 
 
 def _signed_byte(word: jax.Array, index: int) -> jax.Array:
-    moved = jax.lax.bitcast_convert_type(word << np.uint32(24 - 8 * index), jnp.int32)
-    return (moved >> np.int32(24)).astype(jnp.float32)
+    return _f32(_take(word ^ np.uint32(0x80808080), 8 * index, 8), 128)
 
 
 def _with_sign(magnitude: jax.Array, word: jax.Array, bit: int) -> jax.Array:
@@ -136,7 +154,7 @@ def _with_sign(magnitude: jax.Array, word: jax.Array, bit: int) -> jax.Array:
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(magnitude, jnp.uint32) ^ sign, jnp.float32)
 
 
-def _parity(word: jax.Array) -> jax.Array:
+def sign_parity(word: jax.Array) -> jax.Array:
     """Bit i: the parity of bits i ... i + 6."""
     two = word ^ (word >> np.uint32(1))
     return two ^ (two >> np.uint32(2)) ^ (two >> np.uint32(4)) ^ (word >> np.uint32(6))
@@ -158,34 +176,23 @@ def _bytes(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
 
 def _two_bits(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
     for s in range(ITEM):
-        yield _f32(_take(f["code"][s // 16], 2 * (s % 16), 2)) - 1.0
+        yield _f32(_take(f["code"][s // 16], 2 * (s % 16), 2), 1)
 
 
-def _four_bits(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
+def _four_bits(f: Fields, lookup: Lookup, zero: int = 0) -> Iterator[jax.Array]:
     for s in range(ITEM):
-        yield _f32(_nibble(f["code"], s))
+        yield _f32(_nibble(f["code"], s), zero)
 
 
-def _four_bits_centred(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
-    for code in _four_bits(f, lookup):
-        yield code - 8.0
-
-
-def _five_bits(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
+def _five_bits(f: Fields, lookup: Lookup, zero: int = 0) -> Iterator[jax.Array]:
     (high,) = f["high"]
     for s in range(ITEM):
-        yield _f32(_nibble(f["code"], s) | (_take(high, s, 1) << np.uint32(4)))
-
-
-def _five_bits_centred(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
-    for code in _five_bits(f, lookup):
-        yield code - 16.0
+        yield _f32(_nibble(f["code"], s) | _moved(high, s, 1, 4), zero)
 
 
 def _six_bits(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
     for s in range(ITEM):
-        high = _take(f["high"][s // 16], 2 * (s % 16), 2)
-        yield _f32(_nibble(f["code"], s) | (high << np.uint32(4))) - 32.0
+        yield _f32(_nibble(f["code"], s) | _moved(f["high"][s // 16], 2 * (s % 16), 2, 4), 32)
 
 
 def _iq4(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
@@ -196,28 +203,40 @@ def _iq4(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
         yield jax.lax.bitcast_convert_type(pair & np.uint32(0xFFFF0000), jnp.float32)
 
 
-def _iq3(f: Fields, sign: Callable[[jax.Array, int], jax.Array], lookup: Lookup) -> Iterator[jax.Array]:
-    for group in range(8):  # four weights
-        index = _take(f["index"][group // 4], 8 * (group % 4), 8)
-        if "high" in f:
-            index = index | (_take(f["high"][0], group, 1) << np.uint32(8))
-        entry = lookup(index)
+def _codebook(
+    f: Fields, type_name: str, sign: Callable[[jax.Array, int], jax.Array], lookup: Lookup
+) -> Iterator[jax.Array]:
+    for group, entry in enumerate(codebook_entries(f, type_name, lookup)):
         for k in range(4):
             yield sign(_f32(_take(entry, 8 * k, 8)), 4 * group + k)
 
 
+def codebook_entries(f: Fields, type_name: str, lookup: Lookup) -> Iterator[jax.Array]:
+    """Yield the magnitudes of each four weights of an item, as bytes of a word: u32[J, R], eight of them."""
+    if type_name.startswith("IQ3"):
+        for group in range(8):
+            index = _take(f["index"][group // 4], 8 * (group % 4), 8)
+            if "high" in f:
+                index = index | (_take(f["high"][0], group, 1) << np.uint32(8))
+            yield lookup(index)
+        return
+    for group in range(4):
+        entry = _IQ2_INDEX[type_name](f, group) << np.uint32(1)
+        yield from (lookup(entry | np.uint32(half)) for half in range(2))
+
+
 def _iq3_s(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
     (word,) = f["sign"]
-    return _iq3(f, lambda magnitude, s: _with_sign(magnitude, word, s), lookup)
+    return _codebook(f, "IQ3_S", lambda magnitude, s: _with_sign(magnitude, word, s), lookup)
 
 
 def _iq3_xxs(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
-    return _iq3(f, _seven_bit_signs(f["sign"][0], 7, 0), lookup)
+    return _codebook(f, "IQ3_XXS", _seven_bit_signs(f["sign"][0], 7, 0), lookup)
 
 
 def _seven_bit_signs(word: jax.Array, stride: int, first: int) -> Callable[[jax.Array, int], jax.Array]:
     """Seven sign bits for each eight weights, the eighth makes the number of minus signs even."""
-    parity = _parity(word)
+    parity = sign_parity(word)
 
     def sign(magnitude: jax.Array, s: int) -> jax.Array:
         start, k = first + s // 8 * stride, s % 8
@@ -226,50 +245,47 @@ def _seven_bit_signs(word: jax.Array, stride: int, first: int) -> Callable[[jax.
     return sign
 
 
-def _iq2(
-    index: Callable[[int], jax.Array], sign: Callable[[jax.Array, int], jax.Array], lookup: Lookup
-) -> Iterator[jax.Array]:
-    for group in range(4):  # eight weights
-        entry = index(group) << np.uint32(1)
-        for half in range(2):
-            magnitudes = lookup(entry | np.uint32(half))
-            for k in range(4):
-                yield sign(_f32(_take(magnitudes, 8 * k, 8)), 8 * group + 4 * half + k)
-
-
 def _iq2_s(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
-    (low,), (high,), (word,) = f["index"], f["high"], f["sign"]
+    (word,) = f["sign"]
+    return _codebook(f, "IQ2_S", lambda magnitude, s: _with_sign(magnitude, word, s), lookup)
 
-    def index(group: int) -> jax.Array:
-        return _take(low, 8 * group, 8) | (_take(high, 2 * group, 2) << np.uint32(8))
 
-    return _iq2(index, lambda magnitude, s: _with_sign(magnitude, word, s), lookup)
+def _iq2_s_index(f: Fields, group: int) -> jax.Array:
+    (low,), (high,) = f["index"], f["high"]
+    return _take(low, 8 * group, 8) | (_take(high, 2 * group, 2) << np.uint32(8))
 
 
 def _iq2_xs(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
     """Four times nine bits of index and seven of signs, in two words."""
-    words = f["index"]
-    signs = [_seven_bit_signs(word, 16, 9) for word in words]
+    signs = [_seven_bit_signs(word, 16, 9) for word in f["index"]]
+    return _codebook(f, "IQ2_XS", lambda magnitude, s: signs[s // 16](magnitude, s % 16), lookup)
 
-    def sign(magnitude: jax.Array, s: int) -> jax.Array:
-        return signs[s // 16](magnitude, s % 16)
 
-    return _iq2(lambda group: _take(words[group // 2], 16 * (group % 2), 9), sign, lookup)
+def _iq2_xs_index(f: Fields, group: int) -> jax.Array:
+    return _take(f["index"][group // 2], 16 * (group % 2), 9)
 
 
 def _iq2_xxs(f: Fields, lookup: Lookup) -> Iterator[jax.Array]:
-    (word,) = f["index"]
-    return _iq2(lambda group: _take(word, 8 * group, 8), _seven_bit_signs(f["sign"][0], 7, 0), lookup)
+    return _codebook(f, "IQ2_XXS", _seven_bit_signs(f["sign"][0], 7, 0), lookup)
 
 
+def _iq2_xxs_index(f: Fields, group: int) -> jax.Array:
+    return _take(f["index"][0], 8 * group, 8)
+
+
+_IQ2_INDEX: Mapping[str, Callable[[Fields, int], jax.Array]] = {
+    "IQ2_S": _iq2_s_index,
+    "IQ2_XS": _iq2_xs_index,
+    "IQ2_XXS": _iq2_xxs_index,
+}
 _CODES: Mapping[str, Callable[[Fields, Lookup], Iterator[jax.Array]]] = {
     "Q8_0": _bytes,
     "Q6_K": _six_bits,
     "Q5_K": _five_bits,
     "Q4_K": _four_bits,
     "Q5_1": _five_bits,
-    "Q5_0": _five_bits_centred,
-    "Q4_0": _four_bits_centred,
+    "Q5_0": partial(_five_bits, zero=16),
+    "Q4_0": partial(_four_bits, zero=8),
     "IQ4_NL": _iq4,
     "IQ4_XS": _iq4,
     "IQ3_S": _iq3_s,

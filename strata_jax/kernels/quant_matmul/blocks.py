@@ -1,14 +1,22 @@
-"""Block sizes of the dense quantised products. Not yet tuned per GPU: they are those of the experts' products."""
+"""How dense products in planes are cut into programs. Chosen by counting for an H200; only some were measured there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strata_jax.kernels.expert_gemv.blocks import LaunchBlocks
 from strata_jax.kernels.planes import PlaneLayout
 
 MIN_TILE_ROWS = 16  # of weights, on tensor cores
-_MANY_PROGRAMS = 256
+MAX_TOKENS_AT_ONCE = 4  # of a program: its code grows with them, and so does the time to compile it
+_LEFT_ROWS = 64
+_FEWEST_PROGRAMS = 96  # of a launch: most of 132 multiprocessors have one
+_MOST_SPLIT_PROGRAMS = 264  # two for each
+_THREAD_ROWS = 4  # 16 bytes of a line
+_WARPS = 8
+_ROWS = (64, 32, 16)  # of a program: threads of one item read the same values of x, so more are better
+_FEWEST_ITEMS = 16  # of a split: one pass of a program of 64 rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +26,73 @@ class MatmulBlocks:
     rows: int
     launch: LaunchBlocks
 
+    @property
+    def swap(self) -> bool:
+        """Whether the weights are the left operand: that has 64 rows on Hopper's tensor cores, the right one any."""
+        return self.rows < _LEFT_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class GemvBlocks:
+    """How one matrix is cut: programs of ``rows`` rows and one of ``splits`` equal parts of the columns.
+
+    ``items``: of 32 columns, that a program takes at a time.
+    """
+
+    rows: int
+    items: int
+    splits: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GemvLaunch:
+    """One launch: the blocks of each of its matrices; ``tokens``: rows of x that one program multiplies by."""
+
+    matrices: tuple[GemvBlocks, ...]
+    warps: int
+    tokens: int
+
+
+def choose_gemv_launch(num_tokens: int, layouts: Sequence[PlaneLayout]) -> GemvLaunch:
+    """Return the blocks of a product of few rows with matrices of the same columns.
+
+    The largest blocks of rows that fill a GPU; where there are too few rows for large ones, the columns are split.
+    """
+    num_items = layouts[0].num_items
+    choices = [(rows, splits) for rows in _ROWS for splits in (1, _splits(_programs(layouts, rows), num_items))]
+    most = min(_FEWEST_PROGRAMS, max(splits * _programs(layouts, rows) for rows, splits in choices))
+    rows, splits = next((rows, splits) for rows, splits in choices if splits * _programs(layouts, rows) >= most)
+    rows = min(rows, max(layout.tile_rows for layout in layouts))
+    items = 1 << (num_items // splits - 1).bit_length()  # of a program, rounded up to a power of two
+    warps = min(_WARPS, max(1, items * rows // (32 * _THREAD_ROWS)))
+    groups = -(-num_tokens // MAX_TOKENS_AT_ONCE)
+    blocks = []
+    for layout in layouts:
+        own = min(rows, layout.tile_rows)
+        at_once = max(1, warps * 32 * _THREAD_ROWS // own)
+        blocks.append(GemvBlocks(own, min(items, at_once), splits))
+    return GemvLaunch(tuple(blocks), warps, -(-num_tokens // groups))
+
 
 def choose_matmul_blocks(num_rows: int, layout: PlaneLayout) -> MatmulBlocks:
-    """Return the blocks for ``num_rows`` rows of x."""
+    """Return the blocks for ``num_rows`` rows of x; 64 at a time where 128 would not fill the last ones."""
     weight_rows = min(64, layout.tile_rows)
-    return (
-        MatmulBlocks(64, LaunchBlocks(weight_rows, 4))
-        if num_rows <= 64
-        else MatmulBlocks(128, LaunchBlocks(weight_rows, 8))
-    )
+    if num_rows > 64 and not 0 < num_rows % 128 <= 64:
+        return MatmulBlocks(128, LaunchBlocks(weight_rows, 8))
+    rows = next((rows for rows in (16, 32) if num_rows <= rows), _LEFT_ROWS)
+    return MatmulBlocks(rows, LaunchBlocks(weight_rows, 4))
 
 
-def choose_gemv_blocks(layout: PlaneLayout) -> LaunchBlocks:
-    """Return the blocks of a product of few rows of x: enough programs to fill a GPU, if the matrix has the rows."""
-    if layout.rows >= 32 * _MANY_PROGRAMS:
-        return LaunchBlocks(min(32, layout.tile_rows), 4)
-    return LaunchBlocks(min(16, layout.tile_rows), 2)
+def choose_decode_blocks(layout: PlaneLayout) -> LaunchBlocks:
+    """Return the blocks that decode a matrix: four items of 64 rows, 16 bytes a thread."""
+    return LaunchBlocks(min(64, layout.tile_rows), 2)
+
+
+def _programs(layouts: Sequence[PlaneLayout], rows: int) -> int:
+    return sum(layout.rows // min(rows, layout.tile_rows) for layout in layouts)
+
+
+def _splits(num_programs: int, num_items: int) -> int:
+    """Return the largest number of equal parts of a row that does not make too many or too short programs."""
+    fit = (n for n in range(1, num_items // _FEWEST_ITEMS + 1) if num_items % n == 0)
+    return max((n for n in fit if n * num_programs <= _MOST_SPLIT_PROGRAMS), default=1)

@@ -65,7 +65,7 @@ def largest_context(request: StrataRequest, chunk: ReadTokens) -> int | None:
     most = (request.context_cells - 1) // CONTEXT_STEP_CELLS
     steps = largest_where(fits, 1, most)
     if steps is None and request.own == "on":
-        # what a shorter context leaves may go to slots instead of the buffers, so that the next shorter one does not fit
+        # what a shorter context leaves may go to slots instead of the buffers, which then do not fit any more
         steps = next((n for n in range(most, 1, -1) if fits(n)), None)
     return None if steps is None else steps * CONTEXT_STEP_CELLS
 

@@ -1,0 +1,36 @@
+"""Block sizes of sparse attention: a program's tile of cells and, for windows, how a token's cells are split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strata_jax.memory.attention_kernels import WINDOW_PIECE_CELLS
+from strata_jax.memory.layout import MAX_WINDOW_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Sizes are powers of two.
+
+    Attributes:
+        tile_cells: cells that a program holds at a time.
+        split_cells: cells that a program reads in all, the others going to further programs; 0 = all of a token's.
+        num_parts: of operands of products, see `split_dot`; 1 = rounded to bfloat16, 3 = float32.
+        warps: of a program.
+    """
+
+    tile_cells: int
+    split_cells: int
+    num_parts: int
+    warps: int
+
+
+# Compiled for an H200 and not measured yet: of those tried, the fewest instructions for a cell without a spill. All
+# windows have one split, so that a token's sums do not depend on the window's size.
+WINDOW = Blocks(tile_cells=32, split_cells=WINDOW_PIECE_CELLS, num_parts=2, warps=4)
+CHUNK = Blocks(tile_cells=64, split_cells=0, num_parts=1, warps=8)
+
+
+def blocks_for(num_tokens: int) -> Blocks:
+    """Return the sizes for a window or a chunk of so many tokens."""
+    return WINDOW if num_tokens <= MAX_WINDOW_TOKENS else CHUNK

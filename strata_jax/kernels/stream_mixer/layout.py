@@ -1,0 +1,100 @@
+"""What the stream mixer's kernels read: one mixer in planes, and how its products are cut into programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+
+from strata_jax.kernels.planes import ITEM, PlaneLayout
+
+_MAX_ROWS = 16
+"""Rows of a program: with 16 the model's mixer has 400 and 160 programs of one pass each over what they read."""
+_MAX_ITEMS = 16
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MixerPlanes:
+    """One residual-stream mixer: ``down: [r, C*E]``, ``up: [C*E, r]``, ``inject: [C, C*E]``, each in planes.
+
+    Attributes:
+        norm: f32[C*E].
+        down, up: u32[num_words] of their layouts.
+        inject: the same; None for a mixer that is only read (the output mixers).
+    """
+
+    norm: jax.Array
+    down: jax.Array
+    up: jax.Array
+    inject: jax.Array | None
+    down_layout: PlaneLayout = field(metadata={"static": True})
+    up_layout: PlaneLayout = field(metadata={"static": True})
+    inject_layout: PlaneLayout | None = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MixerRead:
+    """What a read gives.
+
+    Attributes:
+        streams: f32[T, C, E], with the pending write carried out.
+        mixed: f32[T, E], the sublayer's input.
+        inject: f32[T, C], weights of the sublayer's output in each stream; None without an inject matrix.
+    """
+
+    streams: jax.Array
+    mixed: jax.Array
+    inject: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PendingWrite:
+    """A sublayer's output ``y: f32[T, E]`` that the streams do not have yet, and its weights ``inject: f32[T, C]``."""
+
+    y: jax.Array
+    inject: jax.Array
+
+
+@dataclass(frozen=True, slots=True)
+class MixerBlocks:
+    """How the two launches are cut.
+
+    Attributes:
+        tokens: tokens of a program, which decodes its weights once for them; more only take longer to compile.
+        items: items (of 32 columns) of one stream that a program of `project` reads, a power of two.
+        parts: such parts of all streams; a row of ``down`` is summed over them in their order.
+        down_rows: rows of a program of `project`.
+        up_rows: rows of each stream that a program of `mix` computes.
+    """
+
+    tokens: int
+    items: int
+    parts: int
+    down_rows: int
+    up_rows: int
+
+
+def mixer_problem(num_streams: int, width: int) -> str | None:
+    """Why the kernels cannot run C = `num_streams` streams of E = `width`; None if they can."""
+    if width % ITEM:
+        return f"a stream of {width} columns is no whole number of items of {ITEM}"
+    if num_streams & (num_streams - 1):
+        return f"{num_streams} streams are no power of two"
+    return None
+
+
+def mixer_blocks(shape: tuple[int, ...], down: PlaneLayout, up: PlaneLayout) -> MixerBlocks:
+    """Return the blocks for streams f32[T, C, E] for which there is no `mixer_problem`."""
+    num_tokens, num_streams, width = shape
+    num_items = width // ITEM
+    items = min(_MAX_ITEMS, num_items & -num_items)
+    return MixerBlocks(
+        tokens=1 if num_tokens % 2 else 2,
+        items=items,
+        parts=num_streams * num_items // items,
+        down_rows=min(_MAX_ROWS, down.tile_rows),
+        up_rows=min(_MAX_ROWS, up.tile_rows, width & -width),
+    )

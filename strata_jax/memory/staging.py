@@ -1,0 +1,131 @@
+"""Experts that are copied ahead of the prompt chunk that needs them: how large the buffers are, who goes there. Pure.
+
+While a block is computed, the link to host memory is free for missing experts of the next one (`engine/staging.py`).
+There are two buffers: a block reads one while the other is filled. An expert that is not staged is read in place by the
+kernels: the link moves its bytes once for every tile of its rows, and nothing else is computed meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_jax.errors import ConfigError
+from strata_jax.memory.expert_kernels import kernel_layers
+from strata_jax.memory.layout import MAX_GROUP_ROWS
+from strata_jax.memory.ledger import MIB
+from strata_jax.memory.sizes import ModelSizes
+
+LINE_BYTES = 512  # experts start at whole lines of 128 words
+NUM_BUFFERS = 2
+MIN_MEAN_ROWS = 4  # rows of an expert, on average, below which chunks use too few experts to copy any unasked
+MIN_READS = 0.75  # expected reads of an expert in place that pay for copying it for sure
+AUTO_SHARE = 8  # auto takes at most this part of what expert slots could have
+UNSEEN_USES = 0.25  # counted for every expert: one that nobody has used yet may still be used
+
+
+@dataclass(frozen=True, slots=True)
+class StageNeed:
+    """What a model's blocks could stage.
+
+    Attributes:
+        expert_bytes: of the largest expert that kernels compute. layer_bytes: of the largest block of such experts.
+        num_blocks: that share the expert slots.
+        mean_rows: of an expert per token of a chunk: K / X.
+    """
+
+    expert_bytes: int
+    layer_bytes: int
+    num_blocks: int
+    mean_rows: float
+
+    def stages(self, num_tokens: int) -> bool:
+        """Whether programs for so many tokens take staged experts."""
+        return self.expert_bytes > 0 and num_tokens * self.mean_rows >= MIN_MEAN_ROWS
+
+
+@lru_cache(maxsize=64)
+def stage_need(sizes: ModelSizes, *, with_draft: bool, expert_kernels: bool) -> StageNeed:
+    """Return what the blocks of a model could stage."""
+    g, num_blocks = sizes.geometry, sizes.blocks(with_draft)
+    by_kernel = kernel_layers(g, num_blocks) if expert_kernels else (False,) * num_blocks
+    largest = max((blob for blob, used in zip(sizes.blobs, by_kernel) if used), default=0)
+    layer_bytes = expert_lines(largest) * LINE_BYTES * g.num_experts
+    return StageNeed(largest, layer_bytes, num_blocks, g.num_experts_used / g.num_experts)
+
+
+def expert_lines(num_bytes: int) -> int:
+    """Return the lines of a buffer that an expert takes."""
+    return -(-num_bytes // LINE_BYTES)
+
+
+def buffer_lines(stage_bytes: int) -> int:
+    """Return the lines of each buffer."""
+    return stage_bytes // (NUM_BUFFERS * LINE_BYTES)
+
+
+def choose_stage_bytes(
+    wanted: int | None, need: StageNeed, room_bytes: int | None, num_slots: int | None = None
+) -> int:
+    """Return the bytes of both buffers together; 0: nothing is staged.
+
+    Args:
+        wanted: as given; None: auto.
+        room_bytes: device memory that everything but slots leaves; None where the device has none of its own.
+        num_slots: if given; None: as many as fit beside the buffers.
+
+    Raises:
+        ConfigError: the given bytes hold no expert, or no block has experts that kernels compute.
+    """
+    if wanted == 0:
+        return 0
+    least = NUM_BUFFERS * expert_lines(need.expert_bytes) * LINE_BYTES
+    if wanted is not None:
+        given = f"prefill.stage_mib={wanted / MIB:g}"
+        if not need.expert_bytes:
+            raise ConfigError(
+                f"{given} and engine.kernels: only kernels read staged experts, and here they compute none. Set"
+                " engine.kernels=triton if the model has blocks for it, or prefill.stage_mib=auto"
+            )
+        if wanted < least:
+            raise ConfigError(
+                f"{given} and experts of {need.expert_bytes / MIB:.2f} MiB: each of {NUM_BUFFERS} buffers holds one at"
+                f" least. Set prefill.stage_mib={-(-least // MIB)} or more, or 0"
+            )
+        return NUM_BUFFERS * buffer_lines(wanted) * LINE_BYTES
+    if room_bytes is None or not need.expert_bytes:
+        return 0
+    share = room_bytes // AUTO_SHARE
+    resident = max(0, room_bytes - share) if num_slots is None else num_slots * need.expert_bytes
+    missing = max(0, need.layer_bytes - resident // need.num_blocks)
+    most = min(NUM_BUFFERS * missing, share)
+    return NUM_BUFFERS * buffer_lines(most) * LINE_BYTES if most >= least else 0
+
+
+def expected_reads(uses: NDArray[np.float64], num_tokens: float, chunk_tokens: int, num_used: int
+                   ) -> NDArray[np.float64]:  # fmt: skip
+    """Return f64[X], how often a chunk would read each expert of a block in place: once for every tile of its rows.
+
+    Args:
+        uses: f64[X], how many of ``num_tokens`` tokens have used each expert, 0 of 0 at first.
+        num_used: experts per token.
+    """
+    odds = (uses + UNSEEN_USES) / (num_tokens + UNSEEN_USES * len(uses) / num_used)
+    rows = odds * chunk_tokens
+    any_row = 1 - (1 - odds) ** chunk_tokens
+    return np.maximum(any_row, rows / MAX_GROUP_ROWS)
+
+
+def choose_staged(missing: NDArray[np.bool_], reads: NDArray[np.float64], most: int) -> NDArray[np.int64]:
+    """Return the experts to stage, ascending: those missing ones whose reads in place would cost most.
+
+    Args:
+        missing: bool[X], experts that are not resident. reads: f64[X], as of `expected_reads`.
+        most: how many a buffer holds.
+    """
+    wanted = np.flatnonzero(missing & (reads >= MIN_READS))
+    ranked = wanted[np.argsort(-reads[wanted], kind="stable")]
+    return np.sort(ranked[:most])

@@ -1,0 +1,120 @@
+"""The residual-stream mixer: kernels under interpretation and the reference against float64 products."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from strata_jax.kernels.planes import PlaneLayout, from_planes, plane_layout
+from strata_jax.kernels.stream_mixer import MixerPlanes, MixerRead, PendingWrite, mixer_problem, read
+from strata_jax.kernels.stream_mixer.layout import mixer_blocks
+from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.test_dequant import gguf_py
+from tests.kernels.test_quant_matmul import random_words
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
+# 3 items of a rank, not a power of two; 2 parts of a stream; 2 blocks of rows of each kind
+C, E, RANK, EPS = 2, 64 * 3, 96, 1e-6
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compile, not run
+
+
+def layouts() -> tuple[PlaneLayout, PlaneLayout, PlaneLayout]:
+    """Down, up and inject; Q8_0 is what the interpreter compiles fastest, and test_planes decodes all types."""
+    return plane_layout("Q8_0", RANK, C * E), plane_layout("Q8_0", C * E, RANK), plane_layout("Q8_0", C, C * E)
+
+
+def mixer(*, inject: bool = True) -> MixerPlanes:
+    parts = layouts()
+    # random weights are large: a small norm keeps the sigmoids away from 0 and 1
+    norm = np.random.default_rng(5).uniform(0.005, 0.015, C * E).astype(np.float32)
+    down, up, weights = (jnp.asarray(random_words(layout, seed)) for seed, layout in enumerate(parts))
+    if inject:
+        return MixerPlanes(jnp.asarray(norm), down, up, weights, *parts)
+    return MixerPlanes(jnp.asarray(norm), down, up, None, *parts[:2], None)
+
+
+def inputs(num_tokens: int, *, pending: bool) -> tuple[jax.Array, PendingWrite | None]:
+    rng = np.random.default_rng(num_tokens)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    # streams of different sizes, so that a norm of the wrong one shows
+    streams = draw(num_tokens, C, E) * jnp.asarray([0.1, 10.0])[:, None]
+    return streams, PendingWrite(draw(num_tokens, E), draw(num_tokens, C)) if pending else None
+
+
+def in_float64(streams: jax.Array, w: MixerPlanes, pending: PendingWrite | None) -> tuple[np.ndarray, ...]:
+    f64 = lambda x: np.asarray(x, np.float64)  # noqa: E731
+    matrix = lambda words, layout: f64(gguf_py(from_planes(np.asarray(words), layout), "Q8_0"))  # noqa: E731
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    s = f64(streams)
+    if pending is not None:
+        s = s + f64(pending.inject)[:, :, None] * f64(pending.y)[:, None, :]
+    normed = f64(w.norm).reshape(C, E) * s / np.sqrt((s**2).mean(-1, keepdims=True) + EPS)
+    flat = normed.reshape(len(s), -1)
+    z = flat @ matrix(w.down, w.down_layout).T / C
+    gate = sigmoid((z * sigmoid(z)) @ matrix(w.up, w.up_layout).T).reshape(s.shape)
+    mixed = (gate * normed).mean(1)
+    if w.inject is None:
+        return s, mixed
+    return s, mixed, 2 * sigmoid(flat @ matrix(w.inject, w.inject_layout).T / C)
+
+
+def arrays(found: MixerRead) -> list[np.ndarray]:
+    return [np.asarray(x) for x in (found.streams, found.mixed, found.inject) if x is not None]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "whole", "backend"), [(1, False, "triton"), (4, True, "triton"), (4, True, "reference")]
+)
+def test_a_read_is_what_float64_gives(num_tokens: int, whole: bool, backend: str) -> None:
+    """Whole: with a pending write, and with what the next one needs."""
+    w, (streams, write) = mixer(inject=whole), inputs(num_tokens, pending=whole)
+    run = jax.jit(lambda *args: read(args[0], w, EPS, args[1], backend=backend, interpret=True), compiler_options=FAST)
+    found, expected = arrays(run(streams, write)), in_float64(streams, w, write)
+    assert len(found) == len(expected) == 2 + whole
+    for got, wanted in zip(found, expected, strict=True):
+        assert np.ptp(wanted) > 0.01
+        np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
+    # a token's result is the same bits whatever the others are
+    others = streams.at[1:].set(1e3)
+    np.testing.assert_array_equal(arrays(run(others, write))[1][0], found[1][0])
+
+
+def test_what_does_not_fit_is_named() -> None:
+    w, (streams, pending) = mixer(), inputs(2, pending=True)
+    assert pending is not None
+    for changed, message in [
+        ({"streams": jnp.zeros((9, C, E))}, r"streams are f32\[T, C, E\] with T from 1 to 8, got float32\[9, 2, 192\]"),
+        ({"streams": jnp.zeros((2, C, 48))}, "a stream of 48 columns is no whole number of items of 32"),
+        ({"streams": jnp.zeros((2, 3, E))}, "3 streams are no power of two"),
+        ({"w": replace(w, up=w.up[1:])}, r"up is 384 x 96 in planes; got a layout of 384 x 96, .* and uint32\[\d+\]"),
+        ({"w": replace(w, inject_layout=w.down_layout)}, "inject is 2 x 384 .* got a layout of 96 x 384"),
+        ({"w": replace(w, inject=None)}, "inject has words and a layout, or neither"),
+        ({"w": replace(w, norm=w.norm[1:])}, r"norm is float32\[384\], got float32\[383\]"),
+        ({"pending": PendingWrite(pending.y[:1], pending.inject)}, r"y is float32\[2, 192\], got float32\[1, 192\]"),
+        ({"backend": "mosaic"}, "backend='mosaic' is unknown"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            read(**({"streams": streams, "w": w, "eps": EPS, "pending": pending} | changed))
+    assert mixer_problem(C, E) is None
+
+
+def test_the_models_mixer_is_lowered_for_cuda_in_two_launches() -> None:
+    streams, width, rank = 4, 2560, 320
+    flat = streams * width
+    down, up, _ = parts = (
+        plane_layout("Q6_K", rank, flat), plane_layout("Q8_0", flat, rank), plane_layout("Q6_K", streams, flat),
+    )  # fmt: skip
+    blocks = mixer_blocks((2, streams, width), down, up)
+    assert (blocks.parts, down.rows // blocks.down_rows, width // blocks.up_rows) == (20, 20, 160)
+    shape = lambda *dims, of=jnp.float32: jax.ShapeDtypeStruct(dims, of)  # noqa: E731
+    words = [shape(layout.num_words, of=jnp.uint32) for layout in parts]
+
+    def run(streams: jax.Array, norm: jax.Array, y: jax.Array, weights: jax.Array, *words: jax.Array) -> MixerRead:
+        return read(streams, MixerPlanes(norm, *words, *parts), EPS, PendingWrite(y, weights), backend="triton")
+
+    text = lower_for_cuda(run, shape(2, streams, width), shape(flat), shape(2, width), shape(2, streams), *words)
+    assert text.count("__gpu$xla.gpu.triton") == 2
