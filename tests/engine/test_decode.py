@@ -33,7 +33,7 @@ def generate(engine: Engine, count: int, **options: object) -> tuple[list[int], 
 @pytest.fixture(scope="module")
 def echo_engine(models: ModelStore) -> Engine:
     """A model whose drafts are right some of the time."""
-    return load(models.synthetic("nano", 0, echo_mtp=0.1))
+    return load(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=4)
 
 
 def test_single_steps_equal_a_chunk(models: ModelStore, load_engine: LoadEngine) -> None:

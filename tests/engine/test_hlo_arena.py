@@ -63,7 +63,7 @@ def used(models: ModelStore) -> dict[str, Used]:
     path, found = models.synthetic("nano", 0, echo_mtp=0.1, overrides=SMALL), {}
     for name, (policies, _) in RUNS.items():
         file = open_gguf(path)
-        engine = Engine.load(file, Geometry.from_gguf(file), planned(path, policies))
+        engine = Engine.load(file, Geometry.from_gguf(file), planned(path, policies, spec_window=2))
         runtime = Runtime.start(engine, settings_of(policies), rule=RULE)
         histories: dict[str, tuple[int, ...]] = {"a": (), "b": ()}
         for who, count, output in (("a", 44, 12), ("b", 200, 12), ("a", 9, 24), ("b", 40, 12)):

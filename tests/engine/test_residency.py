@@ -31,7 +31,7 @@ NUM_EXPERTS = 64  # 33 tokens with 4 experts each leave some of them unused in e
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 480, 33)]
 PROMPT, WINDOW, LAST = TOKENS[:28], TOKENS[28:32], TOKENS[32:]
 # a page of 5 KiB makes everything ragged: a 48 KiB expert leaves a tail in its last page, 8 cells leave one in theirs
-SETTINGS = {"context_cells": 64, "chunk_tokens": 16, "page_bytes": 5120}
+SETTINGS = {"context_cells": 64, "chunk_tokens": 16, "page_bytes": 5120, "spec_window": 4}
 NUM_BLOCKS = 5  # four trunk layers and the draft block
 POISON = np.uint32(0xFFFFFFFF)  # a float NaN
 SIGN_BIT = np.uint32(0x80000000)
