@@ -14,8 +14,6 @@ It writes JSON rows to $OUT/kernels_attention.jsonl as they come; the last lines
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from functools import partial
@@ -27,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from h200_measure import hbm_roof, spread, times_of
+from h200_measure import spread, times_of
+from kernel_rows import Rows
 
 from strata_jax.kernels.attention_inputs import CellShape, Norms, Projections, attention_inputs
 from strata_jax.kernels.index_select import best_blocks, index_scores
@@ -47,21 +46,12 @@ SIDES = cell_bytes(KV_TYPE, G.num_kv_heads, G.head_dim)
 PAGE_CELLS = PAGE_BYTES // sum(SIDES) // RATIO * RATIO
 KEPT = G.index_top_k // RATIO
 BACKEND = "triton" if ON_GPU else "reference"
-OUT = Path(os.environ.get("OUT", "."))
-START = time.time()
-ROWS: list[dict[str, Any]] = []
+ROWS = Rows("kernels_attention")
 # jitted: calls of one shape are lowered and compiled once in the programs that make many of them
 INPUTS = jax.jit(attention_inputs, static_argnames=("shape", "backend"))
 SCORES = jax.jit(index_scores, static_argnames="backend")
 CHOICE = jax.jit(best_blocks, static_argnames=("num_kept", "backend"))
 ATTEND = jax.jit(sparse_attention, static_argnames=("ratio", "kv_type", "cells_per_page", "backend", "sizes"))
-
-
-def record(**row: Any) -> None:
-    ROWS.append(row | {"at_s": round(time.time() - START, 1)})
-    with (OUT / "kernels_attention.jsonl").open("a") as file:
-        file.write(json.dumps(ROWS[-1]) + "\n")
-    print(ROWS[-1], flush=True)
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -121,7 +111,7 @@ class Layers:
             return results
 
         seconds = [s / LAYERS for s in times_of(run, repeats=20 if self.tokens < 64 else 7)]
-        record(op=op, tokens=self.tokens, context=self.context, **spread(seconds), compile_s=compile_s,
+        ROWS.record(op=op, tokens=self.tokens, context=self.context, **spread(seconds), compile_s=compile_s,
                bytes_ms=num_bytes / copy_gb_s / 1e6, **notes)  # fmt: skip
 
 
@@ -144,7 +134,7 @@ def stages(tokens: int, context: int, copy_gb_s: float) -> None:
     few = slice(0, 8)
     args = made.q[few], made.arena, pages, blocks[few], made.positions[few]
     out = layers.attend(made.q, made.arena, pages, blocks, made.positions, BACKEND)
-    record(
+    ROWS.record(
         op="check", tokens=tokens, context=context, q=rel_err(made.q, expected.q),
         keys=rel_err(made.keys, expected.keys), cells_differ=int((made.arena != expected.arena).sum()),
         scores=rel_err(scores[:, :seen], plain[:, :seen]), blocks_differ=int((blocks != choice).sum()),
@@ -214,15 +204,5 @@ def section_sizes(copy_gb_s: float) -> None:
             layers.time(f"{sizes}", call, *args, num_bytes=num_bytes, copy_gb_s=copy_gb_s)
 
 
-def main() -> None:
-    sections = {"window": section_window, "chunk": section_chunk, "sizes": section_sizes}
-    roof = hbm_roof()
-    record(op="device copy", device=jax.devices()[0].device_kind, jax=jax.__version__, **roof)
-    for name in sys.argv[1:] or sections:
-        sections[name](roof["hbm_gb_s"])
-    for row in ROWS:
-        print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
-
-
 if __name__ == "__main__":
-    main()
+    ROWS.run({"window": section_window, "chunk": section_chunk, "sizes": section_sizes})

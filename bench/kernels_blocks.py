@@ -12,8 +12,6 @@ It writes JSON rows to $OUT/kernels_blocks.jsonl as they come; the last lines ar
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from h200_measure import hbm_roof, spread, times_of
+from h200_measure import spread, times_of
+from kernel_rows import Rows
 
 from strata_jax.engine import gdn
 from strata_jax.engine.matrix import Matrix
@@ -43,18 +42,9 @@ HK, HV, D, TAPS = G.gdn_key_heads, G.gdn_value_heads, G.gdn_head_dim, G.conv_ker
 CHANNELS, VALUES = (2 * HK + HV) * D, HV * D
 ON_GPU = jax.default_backend() == "gpu"  # elsewhere the references run: that only shows that the script works
 WINDOWS, PROMPTS, COPIES, PROMPT_COPIES = ((1, 2, 4, 8), (512, 2048, 8192), 32, 4) if ON_GPU else ((2,), (128,), 2, 1)
-OUT = Path(os.environ.get("OUT", "."))
-START = time.time()
-ROWS: list[dict[str, Any]] = []
+ROWS = Rows("kernels_blocks")
 # jitted: calls of one shape are lowered and compiled once in the programs that make many of them
 READ, WINDOW, ADVANCE = jax.jit(read, static_argnums=2), jax.jit(gdn_window, static_argnums=7), jax.jit(gdn_advance)
-
-
-def record(**row: Any) -> None:
-    ROWS.append(row | {"at_s": round(time.time() - START, 1)})
-    with (OUT / "kernels_blocks.jsonl").open("a") as file:
-        file.write(json.dumps(ROWS[-1]) + "\n")
-    print(ROWS[-1], flush=True)
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
@@ -122,7 +112,7 @@ def section_mixer(copy_gb_s: float) -> None:
 
         program, compile_s = compiled(chain, streams, pending, mixers)
         seconds = [s / COPIES for s in times_of(partial(program, streams, pending, mixers))]
-        record(op="mixer read and write", tokens=tokens, **spread(seconds), bytes_ms=num_bytes / copy_gb_s / 1e6,
+        ROWS.record(op="mixer read and write", tokens=tokens, **spread(seconds), bytes_ms=num_bytes / copy_gb_s / 1e6,
                compile_s=compile_s, rel_err=error, ok=error < 1e-5)  # fmt: skip
 
 
@@ -183,12 +173,12 @@ def section_window(copy_gb_s: float) -> None:
 
         program, compile_s = compiled(windows, *products, memories, histories)
         seconds = [s / COPIES for s in times_of(partial(program, *products, memories, histories))]
-        record(op="window", tokens=tokens, **spread(seconds), bytes_ms=state_bytes / copy_gb_s / 1e6,
+        ROWS.record(op="window", tokens=tokens, **spread(seconds), bytes_ms=state_bytes / copy_gb_s / 1e6,
                compile_s=compile_s, rel_err=error, ok=error < 1e-5)  # fmt: skip
         program, compile_s = compiled(advances, memories, histories, rows, count, donate=(0, 1))
         advance = in_place(program, (memories, histories), rows, count)
         seconds = [s / COPIES for s in times_of(advance)]
-        record(op="advance", tokens=tokens, **spread(seconds), bytes_ms=2 * state_bytes / copy_gb_s / 1e6,
+        ROWS.record(op="advance", tokens=tokens, **spread(seconds), bytes_ms=2 * state_bytes / copy_gb_s / 1e6,
                compile_s=compile_s)  # fmt: skip
 
 
@@ -240,7 +230,7 @@ def section_prompt(copy_gb_s: float) -> None:
             out, after = program(*args)
             error = max(rel_err(out, np.stack(outs)), rel_err(after, state))
         num_bytes = 4 * tokens * (2 * HK * D + 2 * HV * D + 4 * HV * GDN_CHUNK_TOKENS)
-        record(op="prompt, recurrence alone", tokens=tokens, **spread(times_of(partial(program, *args))),
+        ROWS.record(op="prompt, recurrence alone", tokens=tokens, **spread(times_of(partial(program, *args))),
                bytes_ms=num_bytes / copy_gb_s / 1e6, compile_s=compile_s, rel_err=error,
                ok=not error > 1e-5)  # fmt: skip
 
@@ -253,19 +243,9 @@ def section_prompt(copy_gb_s: float) -> None:
         for kernels in (True, False):
             program, compile_s = compiled(partial(run, kernels=kernels), u, layers, state, count)
             seconds = [s / PROMPT_COPIES for s in times_of(partial(program, u, layers, state, count), repeats=7)]
-            record(op="prompt, sublayer", tokens=tokens, kernels=kernels, **spread(seconds), compile_s=compile_s,
+            ROWS.record(op="prompt, sublayer", tokens=tokens, kernels=kernels, **spread(seconds), compile_s=compile_s,
                    temp_mb=program.memory_analysis().temp_size_in_bytes / 1e6)  # fmt: skip
 
 
-def main() -> None:
-    sections = {"mixer": section_mixer, "window": section_window, "prompt": section_prompt}
-    roof = hbm_roof()
-    record(op="device copy", device=jax.devices()[0].device_kind, jax=jax.__version__, **roof)
-    for name in sys.argv[1:] or sections:
-        sections[name](roof["hbm_gb_s"])
-    for row in ROWS:
-        print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
-
-
 if __name__ == "__main__":
-    main()
+    ROWS.run({"mixer": section_mixer, "window": section_window, "prompt": section_prompt})

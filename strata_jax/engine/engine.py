@@ -97,9 +97,7 @@ class Engine:
         geometry.check_engine_types()
         kernels = plan.request.expert_kernels
         weights = load_weights(file, geometry, with_draft=plan.with_draft, kernels=kernels)
-        banks = load_banks(
-            file, geometry, plan.num_blocks, plan.page_bytes, bank_sharding(), kernels=plan.request.expert_kernels
-        )
+        banks = load_banks(file, geometry, plan.num_blocks, plan.page_bytes, bank_sharding(), kernels=kernels)
         return cls.lay_out(file, geometry, plan, weights, banks, watch, loans, min_p)
 
     @classmethod

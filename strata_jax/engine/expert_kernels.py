@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from strata_jax.kernels import backend
 from strata_jax.kernels.expert_gemv import ExpertLayout, input_rows, planned_gemv
 from strata_jax.kernels.grouped_matmul import (
     arena_lines,
@@ -38,19 +39,21 @@ def route(
     layout: ExpertLayout,
 ) -> Routing:
     """Route a window: arguments and result as of `route_window`."""
-    return _route(scores, u, shared_router, pages, count, num_used=num_used, layout=layout, interpret=_interprets())
+    return _route(
+        scores, u, shared_router, pages, count, num_used=num_used, layout=layout, interpret=backend.interprets()
+    )
 
 
 def choose(scores: jax.Array, num_used: int) -> tuple[jax.Array, jax.Array]:
     """Route any number of tokens: arguments and result as of `choose_experts`."""
-    return _choose(scores, num_used=num_used, interpret=_interprets())
+    return _choose(scores, num_used=num_used, interpret=backend.interprets())
 
 
 def window(
     routing: Routing, arrays: tuple[jax.Array, ...], bank: jax.Array, pages: jax.Array, layout: ExpertLayout
 ) -> jax.Array:
     """Few tokens, in float32: f32[T, E]; the other arguments as of `expert_gemv`."""
-    return _window(routing, arrays, bank, pages, layout=layout, interpret=_interprets())
+    return _window(routing, arrays, bank, pages, layout=layout, interpret=backend.interprets())
 
 
 def chunk(
@@ -74,7 +77,7 @@ def chunk(
         arrays: the arena's core and its segments; bank: u32[X, blob_words]; pages: i32[X], as of `expert_gemv`.
         staged: copies on the device of experts that are not resident; each lies in one of them at most.
     """
-    return _chunk(u, ids, weights, arrays, bank, pages, staged, layout=layout, interpret=_interprets())
+    return _chunk(u, ids, weights, arrays, bank, pages, staged, layout=layout, interpret=backend.interprets())
 
 
 @partial(jax.jit, static_argnames=("num_used", "layout", "interpret"))
@@ -143,7 +146,3 @@ def _chunk(
         )
         y = grouped_down(h, tiles, words, lines, layout, y, blocks, backend="triton", interpret=interpret)
     return combine(y, pairs.row_of, weights)
-
-
-def _interprets() -> bool:
-    return jax.default_backend() == "cpu"

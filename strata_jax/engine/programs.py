@@ -114,13 +114,13 @@ class Programs:
         arena, state, drafts, good, counts, what replacement has changed."""
         f = partial(draft, num_drafts=num_drafts, spec=self.spec)
         key = _key("first_window", num_drafts, segments=args[4])
-        return self.call(key, f, args, donate=(3, 5) if args[-1] is None else (3, 4, 5, len(args) - 1))
+        return self.call(key, f, args, donate=_used_up(args))
 
     def decode(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round, Kept | None]:
         """`decode_step`; the window is the seventh argument, the values of replacement are the last."""
         f = partial(decode_step, num_drafts=num_drafts, spec=self.spec)
         key = _key("decode", args[6].shape[0], num_drafts, segments=args[4])
-        return self.call(key, f, args, donate=(3, 5) if args[-1] is None else (3, 4, 5, len(args) - 1))
+        return self.call(key, f, args, donate=_used_up(args))
 
     def fill(self, array: jax.Array, bank: LayerBank, experts: list[int], pages: list[int]) -> jax.Array:
         """Copy experts of one block from the bank to runs of pages of one array, in place."""
@@ -184,6 +184,11 @@ class Programs:
             program = jax.jit(f, donate_argnums=donate, out_shardings=out_shardings).lower(*args).compile()
         self.compile_s += time.perf_counter() - started
         return program
+
+
+def _used_up(args: tuple) -> tuple[int, ...]:
+    """The arguments that a round takes over: arena and state; with values of replacement also segments and these."""
+    return (3, 5) if args[-1] is None else (3, 4, 5, len(args) - 1)
 
 
 def _key(*parts: Hashable, segments: Segments) -> tuple[Hashable, ...]:

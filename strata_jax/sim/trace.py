@@ -47,9 +47,9 @@ class RoutingTrace:
                 f"routing trace: it has {layers} layers and experts up to {int(self.experts.max())}, the model has "
                 f"{num_layers} layers of {num_experts} experts"
             )
-        pairs = self.experts + num_experts * np.arange(layers, dtype=np.int32)[None, :, None]
         if self.order is not None:
             return self.order
+        pairs = self.experts + num_experts * np.arange(layers, dtype=np.int32)[None, :, None]
         counts = np.bincount(pairs.ravel(), minlength=num_layers * num_experts)
         return np.argsort(-counts, kind="stable").astype(np.int32)
 

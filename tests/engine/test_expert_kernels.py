@@ -23,6 +23,7 @@ from strata_jax.errors import ConfigError
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.blocks import block_type
 from strata_jax.gguf.planes import PLANE_TYPES
+from strata_jax.kernels import backend
 from strata_jax.kernels.expert_gemv import ExpertLayout
 from strata_jax.kernels.grouped_matmul.blocks import DEFAULT, TABLE
 from strata_jax.kernels.planes import from_planes
@@ -186,7 +187,7 @@ def test_blocks_of_one_layout_are_lowered_once(
     num_tokens: int, by_kernel: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text of a program for a GPU has one copy of the kernels for two blocks."""
-    monkeypatch.setattr(expert_kernels, "_interprets", lambda: False)
+    monkeypatch.setattr(backend, "interprets", lambda: False)
     bank, pages = by_kernel.banks[LAYER], by_kernel.arena.shape
     layout = bank.layout
     assert isinstance(layout, ExpertLayout)

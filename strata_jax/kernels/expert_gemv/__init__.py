@@ -17,6 +17,7 @@ from strata_jax.kernels.expert_gemv import reference
 from strata_jax.kernels.expert_gemv.blocks import Blocks, LaunchBlocks, blocks_for
 from strata_jax.kernels.expert_gemv.layout import ExpertLayout, WindowPlan, expert_layout, pack_expert, plan_window
 from strata_jax.kernels.expert_gemv.vectors import VectorRows, input_rows, pack_input, pack_rows
+from strata_jax.kernels.form import form
 from strata_jax.kernels.planes import ITEM
 
 __all__ = [
@@ -125,24 +126,20 @@ def _check(
 ) -> None:
     width, num_experts = layout.down.rows, pages.shape[0]
     if u.ndim != 2 or not 1 <= u.shape[0] <= MAX_TOKENS or u.shape[1] != width or u.dtype != jnp.float32:
-        raise ValueError(f"u is f32[T, {width}] with T from 1 to {MAX_TOKENS}, got {_form(u)}")
+        raise ValueError(f"u is f32[T, {width}] with T from 1 to {MAX_TOKENS}, got {form(u)}")
     types_fit = ids.dtype == jnp.int32 and weights.dtype == jnp.float32
     if ids.shape != weights.shape or ids.shape[:1] != u.shape[:1] or ids.ndim != 2 or not types_fit:
-        raise ValueError(f"ids and weights are i32 and f32 [{u.shape[0]}, K], got {_form(ids)} and {_form(weights)}")
+        raise ValueError(f"ids and weights are i32 and f32 [{u.shape[0]}, K], got {form(ids)} and {form(weights)}")
     if pages.ndim != 1 or pages.dtype != jnp.int32:
-        raise ValueError(f"pages is i32[X], got {_form(pages)}")
+        raise ValueError(f"pages is i32[X], got {form(pages)}")
     if bank.shape != (num_experts, layout.num_words) or bank.dtype != jnp.uint32:
-        raise ValueError(f"bank is u32[{num_experts}, {layout.num_words}], got {_form(bank)}")
+        raise ValueError(f"bank is u32[{num_experts}, {layout.num_words}], got {form(bank)}")
     if not arrays or any(a.ndim != 2 or a.shape[1] != arrays[0].shape[1] or a.dtype != jnp.uint32 for a in arrays):
         raise ValueError(
-            f"the arena is one or more arrays u32[pages, page_words] of one page size, got {[*map(_form, arrays)]}"
+            f"the arena is one or more arrays u32[pages, page_words] of one page size, got {[*map(form, arrays)]}"
         )
     if arrays[0].shape[1] % layout.tile_rows:
         raise ValueError(f"pages of {arrays[0].shape[1]} words are no whole lines of {layout.tile_rows} words")
-
-
-def _form(array: jax.Array) -> str:
-    return f"{array.dtype}{list(array.shape)}"
 
 
 def _check_blocks(blocks: Blocks, tile_rows: int) -> None:

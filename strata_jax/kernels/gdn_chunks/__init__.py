@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.kernels.backend import on_backend
+from strata_jax.kernels.form import form
 from strata_jax.kernels.gdn_chunks import reference
 
 __all__ = ["chunk_problem", "gdn_chunks"]
@@ -70,7 +71,7 @@ def _check(
     q: jax.Array, k: jax.Array, v: jax.Array, log_a: jax.Array, beta: jax.Array, memory: jax.Array, chunk: int
 ) -> None:
     if memory.ndim != 3 or memory.shape[1] != memory.shape[2]:
-        raise ValueError(f"memory is f32[Hv, D, D], got {_form(memory)}")
+        raise ValueError(f"memory is f32[Hv, D, D], got {form(memory)}")
     num_heads, width, _ = memory.shape
     if problem := chunk_problem(width):
         raise ValueError(problem)
@@ -78,13 +79,9 @@ def _check(
         raise ValueError(f"{q.shape[0]} tokens in chunks of {chunk}: whole chunks of a power of two from {MIN_SIDE} on")
     num_keys = k.shape[1] if k.ndim == 3 else 0
     if num_keys < 1 or num_heads % num_keys:
-        raise ValueError(f"k is f32[T, Hk, {width}] with Hk a divisor of {num_heads}, got {_form(k)}")
+        raise ValueError(f"k is f32[T, Hk, {width}] with Hk a divisor of {num_heads}, got {form(k)}")
     keys, values, heads = ((q.shape[0], *rest) for rest in ((num_keys, width), (num_heads, width), (num_heads,)))
     named = {"q": (q, keys), "k": (k, keys), "v": (v, values), "log_a": (log_a, heads), "beta": (beta, heads)}
     for name, (array, shape) in named.items():
         if array.shape != shape or array.dtype != jnp.float32:
-            raise ValueError(f"{name} is float32{list(shape)}, got {_form(array)}")
-
-
-def _form(array: jax.Array) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+            raise ValueError(f"{name} is float32{list(shape)}, got {form(array)}")

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.kernels.backend import on_backend
+from strata_jax.kernels.form import form
 from strata_jax.kernels.gdn_window import reference
 from strata_jax.kernels.gdn_window.rows import GdnVectors, WindowRows, head_problem
 
@@ -83,8 +84,8 @@ def gdn_advance(
     num_tokens = rows.inputs.shape[0]
     if history.shape[1:] != rows.inputs.shape[1:] or rows.deltas.shape != (num_tokens, *memory.shape[:2]):
         raise ValueError(
-            f"rows of {_form(rows.inputs)} and {_form(rows.deltas)} are of another state than {_form(memory)} with"
-            f" {_form(history)}"
+            f"rows of {form(rows.inputs)} and {form(rows.deltas)} are of another state than {form(memory)} with"
+            f" {form(history)}"
         )
 
     def on_triton(*args: Any) -> tuple[jax.Array, jax.Array]:
@@ -105,9 +106,9 @@ def _check(
     history: jax.Array,
 ) -> None:
     if qkv.ndim != 2 or not 1 <= qkv.shape[0] <= MAX_TOKENS:
-        raise ValueError(f"qkv is f32[T, channels] with T from 1 to {MAX_TOKENS}, got {_form(qkv)}")
+        raise ValueError(f"qkv is f32[T, channels] with T from 1 to {MAX_TOKENS}, got {form(qkv)}")
     if memory.ndim != 3 or memory.shape[1] != memory.shape[2]:
-        raise ValueError(f"memory is f32[Hv, D, D], got {_form(memory)}")
+        raise ValueError(f"memory is f32[Hv, D, D], got {form(memory)}")
     (num_tokens, channels), (num_heads, width, _) = qkv.shape, memory.shape
     if problem := head_problem(width):
         raise ValueError(problem)
@@ -128,8 +129,4 @@ def _check(
         ("norm", w.norm, (width,)),
     ]:
         if array.shape != shape or array.dtype != jnp.float32:
-            raise ValueError(f"{name} is float32{list(shape)}, got {_form(array)}")
-
-
-def _form(array: jax.Array) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+            raise ValueError(f"{name} is float32{list(shape)}, got {form(array)}")

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.kernels.backend import on_backend
+from strata_jax.kernels.form import form
 from strata_jax.kernels.index_select import reference
 from strata_jax.kernels.index_select.blocks import DEFAULT, Blocks
 
@@ -48,7 +49,7 @@ def index_scores(
             f"q has {num_heads} index heads of {width}: both must be powers of two, a head of at least 16 values"
         )
     if keys.ndim != 2 or keys.shape[1] != width or keys.dtype != jnp.float32:
-        raise ValueError(f"keys are f32[B, {width}], got {keys.dtype}{list(keys.shape)}")
+        raise ValueError(f"keys are f32[B, {width}], got {form(keys)}")
     _check_seen(seen, num_tokens)
 
     def on_triton(q: jax.Array, keys: jax.Array, seen: jax.Array) -> jax.Array:
@@ -82,7 +83,7 @@ def best_blocks(
         ValueError: shapes or types do not fit, or `backend` is unknown.
     """
     if scores.ndim != 2 or scores.dtype != jnp.float32:
-        raise ValueError(f"scores are f32[T, B], got {scores.dtype}{list(scores.shape)}")
+        raise ValueError(f"scores are f32[T, B], got {form(scores)}")
     if num_kept < 1:
         raise ValueError(f"num_kept={num_kept}: at least 1 block is kept")
     _check_seen(seen, scores.shape[0])
@@ -100,14 +101,14 @@ def best_blocks(
 
 def _three(q: jax.Array) -> tuple[int, int, int]:
     if q.ndim != 3 or q.dtype != jnp.float32:
-        raise ValueError(f"q is f32[T, H, d], got {q.dtype}{list(q.shape)}")
+        raise ValueError(f"q is f32[T, H, d], got {form(q)}")
     num_tokens, num_heads, width = q.shape
     return num_tokens, num_heads, width
 
 
 def _check_seen(seen: jax.Array, num_tokens: int) -> None:
     if seen.shape != (num_tokens,) or seen.dtype != jnp.int32:
-        raise ValueError(f"seen is i32[{num_tokens}], got {seen.dtype}{list(seen.shape)}")
+        raise ValueError(f"seen is i32[{num_tokens}], got {form(seen)}")
 
 
 def _power_of_two(value: int) -> bool:

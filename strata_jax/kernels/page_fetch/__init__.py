@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.kernels.backend import on_backend
+from strata_jax.kernels.form import form
 from strata_jax.kernels.page_fetch import reference
 
 __all__ = ["fetch_pages"]
@@ -56,15 +57,11 @@ def _check(
 ) -> None:
     if not arrays or any(a.ndim != 2 or a.shape[1] != arrays[0].shape[1] or a.dtype != jnp.uint32 for a in arrays):
         raise ValueError(
-            f"the arena is one or more arrays u32[pages, page_words] of one page size, got {[*map(_form, arrays)]}"
+            f"the arena is one or more arrays u32[pages, page_words] of one page size, got {[*map(form, arrays)]}"
         )
     if bank.ndim != 2 or bank.dtype != jnp.uint32:
-        raise ValueError(f"bank is u32[X, blob_words], got {_form(bank)}")
+        raise ValueError(f"bank is u32[X, blob_words], got {form(bank)}")
     if experts.ndim != 1 or experts.shape != pages.shape or experts.dtype != jnp.int32 or pages.dtype != jnp.int32:
-        raise ValueError(f"experts and pages are i32[M], got {_form(experts)} and {_form(pages)}")
+        raise ValueError(f"experts and pages are i32[M], got {form(experts)} and {form(pages)}")
     if count.shape != (1,) or count.dtype != jnp.int32:
-        raise ValueError(f"count is i32[1], got {_form(count)}")
-
-
-def _form(array: jax.Array) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+        raise ValueError(f"count is i32[1], got {form(count)}")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.kernels.backend import on_backend
+from strata_jax.kernels.form import form
 from strata_jax.kernels.replace_experts import reference
 from strata_jax.kernels.replace_experts.tables import Replaced, ResidentTables
 
@@ -44,7 +45,7 @@ def replace_experts(
     num_experts = tables.slot_of.shape[1]
     for name, array, shape in (("layer", layer, (1,)), ("uses", uses, (num_experts,))):
         if array.shape != shape or array.dtype != jnp.int32:
-            raise ValueError(f"{name} is i32{list(shape)}, got {array.dtype}{list(array.shape)}")
+            raise ValueError(f"{name} is i32{list(shape)}, got {form(array)}")
     if not 0 <= decay <= 1:
         raise ValueError(f"decay={decay:g}: must be from 0 to 1")
     if not 1 <= max_fetches <= num_experts:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from strata_jax.kernels.backend import on_backend
 from strata_jax.kernels.expert_gemv import MAX_TOKENS, VectorRows, WindowPlan
+from strata_jax.kernels.form import form
 from strata_jax.kernels.planes import ITEM
 from strata_jax.kernels.route import reference
 
@@ -100,11 +101,11 @@ def route_window(
             f"a window has at most {MAX_TOKENS} tokens, got {num_tokens}; `choose_experts` takes any number"
         )
     if u.ndim != 2 or u.shape[0] != num_tokens or u.shape[1] % ITEM or u.dtype != jnp.float32:
-        raise ValueError(f"u is f32[{num_tokens}, E], E a multiple of {ITEM}, got {u.dtype}{list(u.shape)}")
+        raise ValueError(f"u is f32[{num_tokens}, E], E a multiple of {ITEM}, got {form(u)}")
     if shared_router.shape != u.shape[1:] or shared_router.dtype != jnp.float32:
-        raise ValueError(f"shared_router is f32[{u.shape[1]}], got {shared_router.dtype}{list(shared_router.shape)}")
+        raise ValueError(f"shared_router is f32[{u.shape[1]}], got {form(shared_router)}")
     if pages.shape != (num_experts,) or pages.dtype != jnp.int32:
-        raise ValueError(f"pages is i32[{num_experts}], got {pages.dtype}{list(pages.shape)}")
+        raise ValueError(f"pages is i32[{num_experts}], got {form(pages)}")
 
     def in_jnp(*operands: jax.Array) -> Routing:
         return Routing(*reference.route_window(*operands, num_used=num_used, rows=rows))
@@ -120,6 +121,6 @@ def route_window(
 
 def _check_scores(scores: jax.Array, num_used: int) -> None:
     if scores.ndim != 2 or scores.dtype != jnp.float32 or scores.shape[0] < 1:
-        raise ValueError(f"scores is f32[T, X], got {scores.dtype}{list(scores.shape)}")
+        raise ValueError(f"scores is f32[T, X], got {form(scores)}")
     if not 1 <= num_used <= scores.shape[1]:
         raise ValueError(f"a token cannot use {num_used} of {scores.shape[1]} experts")

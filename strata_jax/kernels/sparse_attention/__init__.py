@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.kernels.backend import on_backend
+from strata_jax.kernels.form import form
 from strata_jax.kernels.sparse_attention import reference
 from strata_jax.kernels.sparse_attention.blocks import Blocks, blocks_for
 from strata_jax.memory.layout import MAX_WINDOW_TOKENS
@@ -86,19 +87,15 @@ def _check(
     q: jax.Array, arena: jax.Array, pages: jax.Array, blocks: jax.Array, positions: jax.Array, ratio: int, per_page: int
 ) -> None:
     if q.ndim != 4 or q.dtype != jnp.float32:
-        raise ValueError(f"q is f32[T, G, h, d], got {_form(q)}")
+        raise ValueError(f"q is f32[T, G, h, d], got {form(q)}")
     num_tokens = q.shape[0]
     if arena.ndim != 2 or arena.dtype != jnp.uint32:
-        raise ValueError(f"the arena is u32[P, W], got {_form(arena)}")
+        raise ValueError(f"the arena is u32[P, W], got {form(arena)}")
     if pages.ndim != 1 or pages.dtype != jnp.int32:
-        raise ValueError(f"pages are i32[N], got {_form(pages)}")
+        raise ValueError(f"pages are i32[N], got {form(pages)}")
     if blocks.ndim != 2 or blocks.shape[0] != num_tokens or blocks.dtype != jnp.int32:
-        raise ValueError(f"blocks are i32[{num_tokens}, k], got {_form(blocks)}")
+        raise ValueError(f"blocks are i32[{num_tokens}, k], got {form(blocks)}")
     if positions.shape != (num_tokens,) or positions.dtype != jnp.int32:
-        raise ValueError(f"positions are i32[{num_tokens}], got {_form(positions)}")
+        raise ValueError(f"positions are i32[{num_tokens}], got {form(positions)}")
     if ratio < 1 or per_page % ratio:
         raise ValueError(f"blocks of {ratio} cells: a page of {per_page} cells must hold whole blocks")
-
-
-def _form(array: jax.Array) -> str:
-    return f"{array.dtype}{list(array.shape)}"

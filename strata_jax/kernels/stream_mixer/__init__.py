@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.kernels.backend import on_backend
+from strata_jax.kernels.form import form
 from strata_jax.kernels.stream_mixer import reference
 from strata_jax.kernels.stream_mixer.layout import MixerPlanes, MixerRead, PendingWrite, mixer_problem
 
@@ -55,7 +56,7 @@ def read(
 
 def _check(streams: jax.Array, w: MixerPlanes, pending: PendingWrite | None) -> None:
     if streams.ndim != 3 or not 1 <= streams.shape[0] <= MAX_TOKENS or streams.dtype != jnp.float32:
-        raise ValueError(f"streams are f32[T, C, E] with T from 1 to {MAX_TOKENS}, got {_form(streams)}")
+        raise ValueError(f"streams are f32[T, C, E] with T from 1 to {MAX_TOKENS}, got {form(streams)}")
     num_tokens, num_streams, width = streams.shape
     if problem := mixer_problem(num_streams, width):
         raise ValueError(problem)
@@ -73,15 +74,11 @@ def _check(streams: jax.Array, w: MixerPlanes, pending: PendingWrite | None) -> 
         ):
             raise ValueError(
                 f"{name} is {rows} x {cols} in planes; got a layout of {layout.rows} x {layout.cols}, which is"
-                f" uint32[{layout.num_words}], and {_form(words)}"
+                f" uint32[{layout.num_words}], and {form(words)}"
             )
     shapes: list[tuple[str, jax.Array, tuple[int, ...]]] = [("norm", w.norm, (flat,))]
     if pending is not None:
         shapes += [("y", pending.y, (num_tokens, width)), ("inject of y", pending.inject, (num_tokens, num_streams))]
     for name, array, shape in shapes:
         if array.shape != shape or array.dtype != jnp.float32:
-            raise ValueError(f"{name} is float32{list(shape)}, got {_form(array)}")
-
-
-def _form(array: jax.Array) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+            raise ValueError(f"{name} is float32{list(shape)}, got {form(array)}")
