@@ -94,7 +94,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048], help="of decode, in tokens")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=2, help="readings of a prompt after the first")
+    parser.add_argument("--stage-mib", type=int, help="buffers of a prompt's missing experts; default: as auto plans")
     parser.add_argument("--compare", action="store_true", help="also run engine.kernels=reference, in a second process")
+    parser.add_argument("--trace", action="store_true", help="also count launches and busy time, under the profiler")
     parser.add_argument("--seconds", type=float, default=3600.0, help="in all")
     parser.add_argument("--cache", help="folder of compiled programs; none: every process compiles")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
@@ -168,10 +170,11 @@ class Child:
     def plan_for(self, chunk: int) -> MemoryPlan:
         window = max(self.o.tokens)
         rows = len(self.o.contexts) * len(self.o.rates) * sum(self.o.tokens)
-        cells = max(*self.o.prompts, *self.o.chunks, *self.o.contexts) + (self.o.rounds + 3) * rows + 4 * window
+        cells = max(*self.o.prompts, *self.o.chunks, *self.o.contexts) + (self.o.rounds + 6) * rows + 4 * window
         request = PlanRequest(
             context_cells=cells, chunk_tokens=chunk, spec_window=max(2, window), expert_kernels=not self.reference,
             device_budget_bytes=self.cap_mib * MIB, reserve_bytes=RESERVE_MIB * MIB,
+            stage_bytes=None if self.o.stage_mib is None else self.o.stage_mib * MIB,
         )  # fmt: skip
         return plan(self.geometry, request)
 
@@ -195,14 +198,15 @@ class Child:
             if num:
                 tokens = self.model.topic_tokens(0, num)
                 self.row(f"prompt {num} chunk {made.chunk_tokens}",
-                         partial(prompt_row, engine, bounds, tokens, self.o.repeats), **settings)  # fmt: skip
-        from strata_jax.engine.session import Session
+                         partial(prompt_row, engine, bounds, tokens, self.o.repeats,
+                                 self.trace(f"prompt_{made.chunk_tokens}")), **settings)  # fmt: skip
+        from strata_jax.engine.session import fresh_session
 
         if last:
-            self.decode(Session(engine, count_uses=True), bounds, settings)
+            self.decode(fresh_session(engine, count_uses=True), bounds, settings)
 
         def check() -> dict[str, Any]:
-            found = engine.check_memory(Session(engine).state)
+            found = engine.check_memory(fresh_session(engine).state)
             phase, planned = made.ledger.peak(Memory.DEVICE)
             return {
                 **found, "peak_bytes": engine.peak_device_bytes(), "planned_peak_phase": str(phase),
@@ -227,8 +231,12 @@ class Child:
                     if slots > made.expert_slots:
                         print(f"{name}: {slots:,} slots do not fit under {self.cap_mib:,} MiB", flush=True)
                         continue
-                    self.row(name, partial(decode_row, engine, bounds, session, num_tokens, slots, self.o.rounds),
-                             **(settings | {"slots": slots}))  # fmt: skip
+                    trace = self.trace(f"decode_{num_tokens}_{rate:.0%}_{context}".replace("%", ""))
+                    self.row(name, partial(decode_row, engine, bounds, session, num_tokens, slots, self.o.rounds,
+                                           trace), **(settings | {"slots": slots}))  # fmt: skip
+
+    def trace(self, name: str) -> Path | None:
+        return self.o.out / f"trace_{self.cap_mib}_{name}.pb" if self.o.trace else None
 
     def logits(self, engine: Any) -> None:
         """Keep the logits of a chunk and of forced tokens; the second process compares."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from traces import trace_numbers, traced
 
 from strata_jax.kv_types import cell_bytes
 from strata_jax.memory.sizes import model_sizes
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 COPY_WORDS = 2**26  # 256 MiB
 LAUNCHES = 400
+IN_A_ROW = 16  # operations of a roof in one program, so that starting it does not count
 PRODUCT = (8192, 2560, 1280)
 
 
@@ -48,12 +50,17 @@ def _rate(seconds: Sequence[float], amount: float, name: str) -> dict[str, Any]:
 
 
 def hbm_roof() -> dict[str, Any]:
-    """Device memory: bytes read and written by a copy."""
+    """Device memory: bytes read and written by copies that follow each other in one program."""
     import jax
     import jax.numpy as jnp
 
-    data, step = jnp.arange(COPY_WORDS, dtype=jnp.uint32), jax.jit(lambda x: x + jnp.uint32(1))
-    return _rate(times_of(lambda: step(data)), 2 * data.nbytes / 1e9, "hbm_gb_s")
+    def copies(x: jax.Array) -> jax.Array:
+        for _ in range(IN_A_ROW):
+            x = jax.lax.optimization_barrier(x + jnp.uint32(1))
+        return x
+
+    data, step = jnp.arange(COPY_WORDS, dtype=jnp.uint32), jax.jit(copies)
+    return _rate(times_of(lambda: step(data)), IN_A_ROW * 2 * data.nbytes / 1e9, "hbm_gb_s")
 
 
 def link_roof() -> dict[str, Any]:
@@ -76,24 +83,38 @@ def product_roof() -> dict[str, Any]:
 
     m, k, n = PRODUCT if jax.default_backend() == "gpu" else (64, 64, 64)  # a CPU only shows that the script works
     a, b = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate([(m, k), (k, n)]))
-    many = jax.jit(lambda a, b: [a @ (b * (i + 1)) for i in range(8)])
-    return _rate(times_of(lambda: many(a, b)), 8 * 2 * m * k * n / 1e12, "bf16_tflops") | {"shape": (m, k, n)}
+    many = jax.jit(lambda a, b: [a @ (b * (i + 1)) for i in range(IN_A_ROW)])
+    return _rate(times_of(lambda: many(a, b)), IN_A_ROW * 2 * m * k * n / 1e12, "bf16_tflops") | {"shape": (m, k, n)}
 
 
 def launch_roof() -> dict[str, Any]:
-    """What one more small kernel costs in a program that runs one after the other."""
+    """What one more small kernel costs in a program that runs one after the other: XLA's, and Pallas' by Triton."""
     import jax
     import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plt
 
-    def chain(x: jax.Array) -> jax.Array:
+    def kernel(x: Any, out: Any) -> None:
+        out[...] = x[...] * 1.0001
+
+    scaled = pl.pallas_call(
+        kernel, grid=(1,), out_shape=jax.ShapeDtypeStruct((4096,), np.float32),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1), interpret=jax.default_backend() == "cpu",
+    )  # fmt: skip
+
+    def chain(x: jax.Array, one: Callable[[jax.Array], jax.Array]) -> jax.Array:
         for _ in range(LAUNCHES):
-            x = jnp.roll(x, 1) * 1.0001
-            x = jax.lax.optimization_barrier(x)
+            x = jax.lax.optimization_barrier(one(x))
         return x
 
-    step, x = jax.jit(chain), jnp.ones(2560)
-    seconds = times_of(lambda: step(x))
-    return {"launch_us": 1e6 * statistics.median(seconds) / LAUNCHES, "launches": LAUNCHES, **spread(seconds)}
+    found: dict[str, Any] = {"launches": LAUNCHES}
+    ones: dict[str, Callable[[jax.Array], jax.Array]] = {"": lambda x: jnp.roll(x, 1) * 1.0001, "triton_": scaled}
+    for name, one in ones.items():
+        step, x = jax.jit(lambda x, one=one: chain(x, one)), jnp.ones(4096)
+        seconds = times_of(lambda step=step, x=x: step(x))  # type: ignore[misc]
+        found[f"{name}launch_us"] = 1e6 * statistics.median(seconds) / LAUNCHES
+        found |= spread(seconds, f"{name}ms")
+    return found
 
 
 def zero_copy_roof(bank: Any, num_experts: int) -> dict[str, Any]:
@@ -175,15 +196,16 @@ class Bounds:
         return 2 * recurrent + attention
 
 
-def prompt_row(engine: Engine, bounds: Bounds, tokens: list[int], repeats: int) -> dict[str, Any]:
-    """Read a prompt several times; the first reading compiles and does not count."""
-    from strata_jax.engine.session import Session
+def prompt_row(engine: Engine, bounds: Bounds, tokens: list[int], repeats: int, trace: Path | None = None
+               ) -> dict[str, Any]:  # fmt: skip
+    """Read a prompt several times; the first reading compiles and does not count. A last one may be traced."""
+    from strata_jax.engine.session import fresh_session
 
     compiled, chunk, totals = engine.programs.compile_s, engine.plan.chunk_tokens, []
     lookups = hits = 0
     for i in range(repeats + 1):
         records: list[Any] = []
-        Session(engine, on_chunk=records.append).prefill(tokens)
+        fresh_session(engine, on_chunk=records.append).prefill(tokens)
         if i:
             totals.append(sum(r.seconds for r in records))
             lookups, hits = sum(r.lookups for r in records), sum(r.hits for r in records)
@@ -195,17 +217,17 @@ def prompt_row(engine: Engine, bounds: Bounds, tokens: list[int], repeats: int) 
         "bound_tok_s": len(tokens) / floor, "share_of_bound": floor / median,
         "bound_by": max(limits, key=lambda name: limits[name]), **{f"chunk_{k}": v for k, v in limits.items()},
         "compile_s": engine.programs.compile_s - compiled,
+        **({} if trace is None else trace_numbers(traced(lambda: fresh_session(engine).prefill(tokens), trace), 1)),
     }  # fmt: skip
 
 
-def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int, slots: int, rounds: int
-               ) -> dict[str, Any]:  # fmt: skip
+def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int, slots: int, rounds: int,
+               trace: Path | None = None) -> dict[str, Any]:  # fmt: skip
     """Rounds that keep every row (the tokens are forced), with only the first slots filled.
 
     The session goes on from where it is. Windows of more than one token are followed by the drafts of the next one, as
     in a run; after one of a single token they are worth nothing, but take as long.
     """
-    from strata_jax.engine.experts import no_counts
     from strata_jax.engine.sampler import sampling_arrays
     from strata_jax.sampling import Sampling
 
@@ -216,20 +238,29 @@ def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int
         drafts = num_tokens - 1
         following = engine.file.next_tokens()
         how, text = sampling_arrays(Sampling()), [session.tokens[-1]]
-        for _ in range((rounds + 3) * num_tokens + 1):
+        for _ in range((rounds + 6) * num_tokens + 1):
             text.append(int(following[text[-1]]))
         records, floors = [], []
+
+        def run(i: int) -> Any:
+            first = 1 + i * num_tokens
+            window, forced = text[first : first + num_tokens], text[first + 1 : first + num_tokens + 1]
+            record = session._round(window, forced, how, 0.0, drafts)[0]
+            if len(record.emitted) != num_tokens:
+                raise RuntimeError(f"a round kept {len(record.emitted)} of {num_tokens} rows")
+            return record
+
         if drafts:
             session._first_window(text[1], drafts, 0.0)
         for i in range(rounds + 3):
-            first = 1 + i * num_tokens
-            window, forced = text[first : first + num_tokens], text[first + 1 : first + num_tokens + 1]
-            record, *_ = session._round(window, forced, how, 0.0, drafts, no_counts())
-            if len(record.emitted) != num_tokens:
-                raise RuntimeError(f"a round kept {len(record.emitted)} of {num_tokens} rows")
+            record = run(i)
             if i >= 3:
                 records.append(record)
                 floors.append(bounds.round_s(record.uses, drafts, len(session.tokens)))
+        more = {}
+        if trace is not None:
+            later = range(rounds + 3, rounds + 6)
+            more = trace_numbers(traced(lambda: [run(i) for i in later] and None, trace), len(later))
         session._forget_chosen()
     finally:
         engine.plan = made
@@ -240,17 +271,17 @@ def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int
         **ms, "hit_rate": sum(r.hits for r in records) / lookups, "tok_s": 1000 * num_tokens / ms["ms"],
         "bound_ms": 1000 * floor["bound_s"], "share_of_bound": 1000 * floor["bound_s"] / ms["ms"],
         "context": len(session.tokens), "drafts": drafts, **{k: v for k, v in floor.items() if k != "bound_s"},
-        "compile_s": engine.programs.compile_s - compiled,
+        "compile_s": engine.programs.compile_s - compiled, **more,
     }  # fmt: skip
 
 
 def compared(engine: Engine, model: SyntheticModel, forced: int, mine: Path, other: Path | None) -> dict[str, Any]:
     """Logits after a chunk and after forced tokens, written to a file and compared with those of another one."""
-    from strata_jax.engine.session import Session
+    from strata_jax.engine.session import fresh_session
 
     compiled, started = engine.programs.compile_s, time.perf_counter()
     tokens = model.topic_tokens(0, engine.plan.chunk_tokens, seed=7)
-    session = Session(engine)
+    session = fresh_session(engine)
     rows = [session.prefill(tokens)[0]]
     following, token = model.next_tokens(), tokens[-1]
     text = []
@@ -284,10 +315,10 @@ def summary(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{head} FAILED {row['error'][:160]}"
     names = (
-        "s", "bank_gb", "hbm_gb_s", "link_gb_s", "bf16_tflops", "launch_us", "zero_copy_gb_s", "slots", "hit_rate",
-        "ms", "ms_min", "ms_max", "runs", "tok_s", "bound_tok_s", "bound_ms", "share_of_bound", "bound_by", "finite",
-        "max_difference", "after_chunk", "std", "same_best", "planned_bytes", "found_bytes", "peak_bytes",
-        "planned_peak_bytes", "compile_s",
+        "s", "bank_gb", "hbm_gb_s", "link_gb_s", "bf16_tflops", "launch_us", "triton_launch_us", "zero_copy_gb_s",
+        "slots", "hit_rate", "ms", "ms_min", "ms_max", "runs", "tok_s", "bound_tok_s", "bound_ms", "share_of_bound",
+        "bound_by", "finite", "max_difference", "after_chunk", "std", "same_best", "launches", "busy_ms", "span_ms",
+        "planned_bytes", "found_bytes", "peak_bytes", "planned_peak_bytes", "compile_s",
     )  # fmt: skip
     shown = (f"{n}={row[n]:.4g}" if isinstance(row[n], float) else f"{n}={row[n]}" for n in names if n in row)
     return f"{head} {' '.join(shown)}"

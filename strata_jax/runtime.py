@@ -41,7 +41,12 @@ FREE_EARLY_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 # XLA times several kernels for every product while it compiles, takes memory for that, and may choose differently in
 # another process. Without that the programs of a 4-layer model of full width compiled in 27 s on an H200 (jax 0.11.2);
 # with it they had not after 85 s.
-NO_TUNING = {"--xla_gpu_autotune_level": "0", "--xla_gpu_enable_triton_gemm": "false"}
+# Nor does it look for values to compute twice to save memory: it counts the pinned bank as device memory, so that it
+# always finds too little and tries for long.
+GPU_FLAGS = {
+    "--xla_gpu_autotune_level": "0", "--xla_gpu_enable_triton_gemm": "false",
+    "--xla_disable_hlo_passes": "rematerialization",
+}  # fmt: skip
 
 # Fixed when the first backend starts; the others can be changed while JAX runs.
 CLIENT_VARIABLES = (PLATFORMS, MEM_FRACTION, PREALLOCATE, HOST_POOL_GIB, XLA_FLAGS)
@@ -118,7 +123,7 @@ def plan_runtime(
         if limit_bytes is None:
             raise ValueError("a GPU without a memory budget")
         variables |= _gpu_variables(config, hardware, limit_bytes, environ, host_pool_bytes)
-        variables[XLA_FLAGS] = _with_flags(variables[XLA_FLAGS], NO_TUNING)
+        variables[XLA_FLAGS] = _with_flags(variables[XLA_FLAGS], GPU_FLAGS)
     cache_dir = _cache_dir(config, environ)
     if cache_dir is None:
         variables["JAX_ENABLE_COMPILATION_CACHE"] = "false"

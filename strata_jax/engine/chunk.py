@@ -19,6 +19,7 @@ from strata_jax.engine.cell_store import compile_copies
 from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import ExpertCounts, LayerBank
 from strata_jax.engine.model import State
+from strata_jax.engine.round_words import window_words
 from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.staging import Stage, StageShapes, next_staged
 from strata_jax.memory.staging import buffer_lines
@@ -168,21 +169,17 @@ def _compile_rounds(engine: Engine, min_p: float) -> None:
     programs, plan, g = engine.programs, engine.plan, engine.geometry
     state: Any = jax.eval_shape(engine.empty_state)
     streams: Any = jax.ShapeDtypeStruct((1, g.num_streams, g.embed_width), jnp.float32)
-    how, zero, one = sampling_arrays(Sampling()), np.int32(0), np.int32(1)
+    how = sampling_arrays(Sampling())
     scores = programs.head(engine.weights.out_mixer, engine.head(), streams)
-    programs.sample(scores, zero, how)
+    programs.sample(scores, np.int32(0), how)
     num_drafts = plan.spec_window - 1 if plan.with_draft else 0
     before = (engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments, state)
     if num_drafts:
-        hidden: Any = jax.ShapeDtypeStruct((1, *state.hidden.shape), jnp.float32)
-        programs.first_window(
-            num_drafts, *before, np.zeros(1, np.int32), hidden, zero, one, np.float32(0), engine.values
-        )
+        programs.first_window(num_drafts, *before, window_words([0], [], 0, 0.0, 1), engine.values)
     for num_tokens in {1, plan.spec_window}:
         size = window_rows(num_tokens, plan.spec_window, num_drafts, min_p)
-        ids = np.zeros(size, np.int32)
         rows = engine.ple_rows([], [0], size)
-        programs.decode(num_drafts, *before, ids, one, zero, rows, ids, how, np.float32(0), engine.values)
+        programs.decode(num_drafts, *before, window_words([0], [], 0, 0.0, size), rows, how, engine.values)
 
 
 def _compile_fills(engine: Engine) -> None:

@@ -29,7 +29,7 @@ from strata_jax.engine.prompt_cache import (
     distinct_bytes,
     longest_match,
 )
-from strata_jax.engine.session import Session
+from strata_jax.engine.session import Session, fresh_session
 from strata_jax.engine.snapshots import (
     capture,
     check_restorable,
@@ -246,7 +246,7 @@ class ConversationStore:
             elif holder is not None:
                 session = self._restore(holder, match, name)
             else:
-                session = self._fresh()
+                session = fresh_session(self.engine)
         except BaseException:
             if self.engine.owner is not owner or self._owner_tokens() != length:
                 self.engine.owner = self._live = None
@@ -329,19 +329,11 @@ class ConversationStore:
         with self._move(MoveKind.RESTORE, Owner.CONVERSATIONS, f"{name} takes over") as job:
             check_restorable(self.engine, holder.image, point)
             self.fault(MoveKind.RESTORE, "prepared")
-            session = self._fresh()
+            session = fresh_session(self.engine)
             restore(session, holder.image, point)
             self.fault(MoveKind.RESTORE, "copied")
             job.append(image_bytes(self.engine, match.tokens))
         return session
-
-    def _fresh(self) -> Session:
-        """A session before its first token; the one before gives its memory back first, there is none for two."""
-        before = self.engine.owner
-        if isinstance(before, Session):
-            for array in jax.tree.leaves(before.state):
-                array.delete()
-        return Session(self.engine)
 
     def _replace_parked(self, after: tuple[ParkedConversation, ...], cause: str) -> None:
         """Change what is parked in one step, then report what is gone."""

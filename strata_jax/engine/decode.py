@@ -33,29 +33,23 @@ from strata_jax.engine.model import (
     trunk,
 )
 from strata_jax.engine.replacement import Kept, UseValues, kept_before
+from strata_jax.engine.round_words import asked, report_words
 from strata_jax.engine.sampler import SamplingArrays, sample
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Round:
-    """What the host reads after a step.
+    """What a step leaves for the host.
 
     Attributes:
-        tokens: i32[T], the trunk's choice after each row; the first ``num_tokens`` of them are new text.
-        num_tokens: accepted drafts + 1.
-        next_drafts: i32[W - 1]; the first ``num_drafts`` of them are worth verifying.
+        report: i32[4 + T + D], for `read_report`.
         logits: f32[T, V].
-        counts: expert look-ups and hits of the committed and the rejected rows.
-        uses: i32[L', X], how many of these rows used each expert of each block.
+        uses: i32[L', X], how many of the committed and the rejected rows used each expert of each block.
     """
 
-    tokens: jax.Array
-    num_tokens: jax.Array
-    next_drafts: jax.Array
-    num_drafts: jax.Array
+    report: jax.Array
     logits: jax.Array
-    counts: ExpertCounts
     uses: jax.Array
 
 
@@ -66,27 +60,22 @@ def decode_step(
     arena: jax.Array,
     segments: Segments,
     state: State,
-    window: jax.Array,
-    count: jax.Array,
-    start: jax.Array,
+    words: jax.Array,
     ple_rows: jax.Array | None,
-    forced: jax.Array,
     how: SamplingArrays,
-    min_p: jax.Array,
     values: UseValues | None = None,
     *,
     num_drafts: int,
     spec: ModelSpec,
 ) -> tuple[jax.Array, State, Round, Kept | None]:
-    """Run one round; returns the arena, the state after the kept tokens, what the host reads, and with ``values`` what
+    """Run one round; returns the arena, the state after the kept tokens, what is for the host, and with ``values`` what
     replacement has changed.
 
     Args:
-        window: i32[T], the last token and its drafts, at positions ``start + i``; ``count`` of them are real.
-        forced: i32[T], the token to take after each row instead of the model's choice, -1 = the model's.
-        min_p: a draft less probable than this ends the next window.
+        words: i32[3 + 2 T], the window (see `Asked`).
         num_drafts: drafts to make for the next window (0 where the MTP block is not used).
     """
+    window, forced, count, start, min_p = asked(words)
     streams, arena, after, ple_inputs, counts, uses, kept = trunk(
         weights, banks, tables, arena, segments, state, window, ple_rows, start, count, spec, values
     )
@@ -106,28 +95,44 @@ def decode_step(
     drafts, num_good = jnp.zeros(num_drafts, jnp.int32), jnp.int32(0)
     if num_drafts:
         arena, state, drafts, num_good, draft_counts, kept = draft(
-            weights,
-            banks,
-            tables,
-            arena,
-            segments,
-            state,
-            chosen,
-            hidden,
-            start + 1,
-            num_kept,
-            min_p,
-            kept,
-            num_drafts=num_drafts,
-            spec=spec,
-        )
+            weights, banks, tables, arena, segments, state, chosen, hidden, start + 1, num_kept, min_p, kept,
+            num_drafts=num_drafts, spec=spec,
+        )  # fmt: skip
         counts = counts + draft_counts
         assert draft_counts.uses is not None
         uses.append(draft_counts.uses)
     elif weights.draft is not None:
         uses.append(jnp.zeros_like(uses[-1]))
     kept = None if kept is None else kept.next_round()
-    return arena, state, Round(chosen, num_kept, drafts, num_good, scores, counts, jnp.stack(uses)), kept
+    report = report_words(chosen, num_kept, drafts, num_good, counts)
+    return arena, state, Round(report, scores, jnp.stack(uses)), kept
+
+
+def first_drafts(
+    weights: Weights,
+    banks: tuple[LayerBank, ...],
+    tables: Tables,
+    arena: jax.Array,
+    segments: Segments,
+    state: State,
+    words: jax.Array,
+    values: UseValues | None = None,
+    *,
+    num_drafts: int,
+    spec: ModelSpec,
+) -> tuple[jax.Array, State, jax.Array, Kept | None]:
+    """Draft on from the one token of a window that follows the committed ones; its words are those of a round.
+
+    Returns:
+        arena, state, a report i32[4 + D] that keeps no token, what replacement has changed.
+    """
+    window, _, count, start, min_p = asked(words)
+    arena, state, drafts, num_good, counts, kept = draft(
+        weights, banks, tables, arena, segments, state, window, state.hidden[None], start, count, min_p, values,
+        num_drafts=num_drafts, spec=spec,
+    )  # fmt: skip
+    nothing = jnp.zeros(0, jnp.int32)
+    return arena, state, report_words(nothing, jnp.int32(0), drafts, num_good, counts), kept
 
 
 def draft(

@@ -21,7 +21,7 @@ import numpy as np
 
 from strata_jax.engine import ple
 from strata_jax.engine.arena import Segments, Tables
-from strata_jax.engine.decode import Round, decode_step, draft, feed_draft
+from strata_jax.engine.decode import Round, decode_step, feed_draft, first_drafts
 from strata_jax.engine.experts import ExpertCounts, LayerBank
 from strata_jax.engine.layers import MixerWeights
 from strata_jax.engine.matrix import Matrix
@@ -37,6 +37,7 @@ from strata_jax.engine.model import (
     logits,
 )
 from strata_jax.engine.replacement import Kept
+from strata_jax.engine.round_words import num_window_rows
 from strata_jax.engine.sampler import SamplingArrays, sample
 from strata_jax.geometry import Geometry
 from strata_jax.kernels.page_fetch import fetch_pages
@@ -107,19 +108,16 @@ class Programs:
         """The first token i32[1], from the prompt's last logits f32[1, V]."""
         return self.call(("sample",), _sample, (scores, position, how))
 
-    def first_window(
-        self, num_drafts: int, *args: Any
-    ) -> tuple[jax.Array, State, jax.Array, jax.Array, ExpertCounts, Kept | None]:
-        """(weights, banks, tables, arena, segments, state, tokens, hidden, start, count, min_p, values) ->
-        arena, state, drafts, good, counts, what replacement has changed."""
-        f = partial(draft, num_drafts=num_drafts, spec=self.spec)
+    def first_window(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, jax.Array, Kept | None]:
+        """`first_drafts`; the values of replacement are the last argument."""
+        f = partial(first_drafts, num_drafts=num_drafts, spec=self.spec)
         key = _key("first_window", num_drafts, segments=args[4])
         return self.call(key, f, args, donate=_used_up(args))
 
     def decode(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round, Kept | None]:
-        """`decode_step`; the window is the seventh argument, the values of replacement are the last."""
+        """`decode_step`; the words of the window are the seventh argument, the values of replacement are the last."""
         f = partial(decode_step, num_drafts=num_drafts, spec=self.spec)
-        key = _key("decode", args[6].shape[0], num_drafts, segments=args[4])
+        key = _key("decode", num_window_rows(args[6]), num_drafts, segments=args[4])
         return self.call(key, f, args, donate=_used_up(args))
 
     def fill(self, array: jax.Array, bank: LayerBank, experts: list[int], pages: list[int]) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ import numpy as np
 from strata_jax.engine.attention import IndexState
 from strata_jax.engine.chunk import read_chunk, window_rows
 from strata_jax.engine.engine import Engine
-from strata_jax.engine.experts import ExpertCounts, no_counts
+from strata_jax.engine.experts import ExpertCounts
+from strata_jax.engine.round_words import Lookups, read_report, window_words
 from strata_jax.engine.sampler import SamplingArrays, sampling_arrays
 from strata_jax.engine.staging import Stage, staged_prompt, stages
 from strata_jax.errors import ConfigError, DoesNotFit
@@ -141,14 +143,14 @@ class Session:
         yield RoundRecord(len(self.tokens), 1, (token,), engine.programs.clock_s() - started, 0, 0)
         left = max_tokens - 1
         drafts: list[int] = []
-        counts = no_counts()
+        used = Lookups()
         if num_drafts and left > 0 and token not in stop_ids and self.num_cells_left > 0:
             self._check_owner()
-            drafts, counts = self._first_window(token, num_drafts, min_p)
+            drafts, used = self._first_window(token, num_drafts, min_p)
         while left > 0 and token not in stop_ids and self.num_cells_left > 0:
             window = [token, *drafts][: min(left, self.num_cells_left)]
-            record, drafts, _ = self._round(window, [], how, min_p, num_drafts, counts)
-            counts = no_counts()
+            record, drafts = self._round(window, [], how, min_p, num_drafts, used)[:2]
+            used = Lookups()
             yield record
             left -= len(record.emitted)
             if stop_ids.intersection(record.emitted):
@@ -161,8 +163,8 @@ class Session:
         self.drafts_usable = False  # the MTP block does not see these tokens
         how = sampling_arrays(Sampling())
         for i, token in enumerate(tokens):
-            record, _, scores = self._round([token], list(tokens[i + 1 : i + 2]), how, 0.0, 0, no_counts())
-            yield record, np.asarray(scores[0])
+            record, _, scores = self._round([token], list(tokens[i + 1 : i + 2]), how, 0.0, 0)
+            yield record, np.asarray(scores)[0]
 
     def read_windows(self, tokens: Sequence[int]) -> None:
         """Read tokens through decode windows, as many at a time as a window has; `last_logits` or more may follow.
@@ -179,7 +181,7 @@ class Session:
         while left:
             window = left[: engine.plan.spec_window if engine.plan.with_draft else 1]
             left = left[len(window) :]
-            self._round(window, [*window[1:], *left[:1]], how, 0.0, num_drafts, no_counts())
+            self._round(window, [*window[1:], *left[:1]], how, 0.0, num_drafts)
         self._forget_chosen()
 
     def _forget_chosen(self) -> None:
@@ -188,18 +190,18 @@ class Session:
         if isinstance(index, IndexState) and tail is not None:
             self.state = replace(self.state, draft=IndexState(index.keys, self.engine.programs.second(tail)))
 
-    def _first_window(self, token: int, num_drafts: int, min_p: float) -> tuple[list[int], ExpertCounts]:
+    def _first_window(self, token: int, num_drafts: int, min_p: float) -> tuple[list[int], Lookups]:
         """Give the MTP block a token that follows the committed ones; returns the drafts worth verifying after it."""
         engine = self.engine
         self._require_cells(len(self.tokens) + num_drafts)
         engine.head()
-        engine.arena, self.state, proposed, good, counts, kept = engine.programs.first_window(
+        engine.arena, self.state, words, kept = engine.programs.first_window(
             num_drafts, engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments,
-            self.state, np.array([token], np.int32), self.state.hidden[None], np.int32(len(self.tokens)),
-            np.int32(1), np.float32(min_p), engine.values,
+            self.state, window_words([token], [], len(self.tokens), min_p, 1), engine.values,
         )  # fmt: skip
         engine.after_turns(kept)
-        return np.asarray(proposed)[: int(good)].tolist(), counts
+        report = read_report(words, 0)
+        return report.drafts, report.used
 
     def _require_cells(self, end: int) -> None:
         """What a program would write to cells without a page would be lost.
@@ -250,7 +252,7 @@ class Session:
         counts: list[ExpertCounts] = jax.device_get(read.counts)  # all at once: each read alone waits for the device
         if engine.staging is not None:
             engine.staging.count(counts, len(part))
-        lookups, hits = _totals(counts)
+        lookups, hits = (sum(int(getattr(c, name)) for c in counts) for name in ("lookups", "hits"))
         self.on_chunk(ChunkRecord(start, len(part), padded, engine.programs.clock_s() - started, lookups, hits))
         return out
 
@@ -273,33 +275,40 @@ class Session:
         how: SamplingArrays,
         min_p: float,
         num_drafts: int,
-        earlier: ExpertCounts,
+        earlier: Lookups = Lookups(),  # noqa: B008 (immutable)
     ) -> tuple[RoundRecord, list[int], jax.Array]:
-        """Verify a window; returns the record, the drafts worth verifying next, and the logits f32[T, V]."""
+        """Verify a window; returns the record, the drafts worth verifying next, and the logits f32[T, V].
+
+        Who keeps the logits over the next round makes it write to other addresses than this one: a GPU then has to
+        change the launches that it has recorded.
+        """
         self._check_owner()
         engine, started, start = self.engine, self.engine.programs.clock_s(), len(self.tokens)
         size = window_rows(len(window), engine.plan.spec_window, num_drafts, min_p)
-        ids, wanted = np.zeros(size, np.int32), np.full(size, -1, np.int32)
-        ids[: len(window)] = window
-        wanted[: len(forced)] = forced
         self._require_cells(start + size + num_drafts)
         engine.head()
         rows = engine.ple_rows(self.tokens, window, size)
         engine.arena, self.state, out, kept = engine.programs.decode(
             num_drafts, engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments,
-            self.state, ids,
-            np.int32(len(window)), np.int32(start), rows, wanted, how, np.float32(min_p), engine.values,
+            self.state, window_words(window, forced, start, min_p, size), rows, how, engine.values,
         )  # fmt: skip
         engine.after_turns(kept)
-        num_kept = int(out.num_tokens)
-        emitted = tuple(np.asarray(out.tokens)[:num_kept].tolist())
-        drafts = np.asarray(out.next_drafts)[: int(out.num_drafts)].tolist()
-        self.tokens += window[:num_kept]
-        lookups, hits = _totals([earlier, out.counts])
+        if self.count_uses:
+            out.uses.copy_to_host_async()
+        report = read_report(out.report, size)
+        self.tokens += window[: len(report.emitted)]
         uses = np.asarray(out.uses) if self.count_uses else None
-        seconds = engine.programs.clock_s() - started
-        return RoundRecord(start, len(window), emitted, seconds, lookups, hits, uses), drafts, out.logits
+        seconds, used = engine.programs.clock_s() - started, report.used
+        record = RoundRecord(
+            start, len(window), report.emitted, seconds, earlier.lookups + used.lookups, earlier.hits + used.hits, uses
+        )
+        return record, report.drafts, out.logits
 
 
-def _totals(counts: list[ExpertCounts]) -> tuple[int, int]:
-    return sum(int(c.lookups) for c in counts), sum(int(c.hits) for c in counts)
+def fresh_session(engine: Engine, **settings: Any) -> Session:
+    """A session before its first token; the one before gives its memory back first, there is none for two."""
+    before = engine.owner
+    if isinstance(before, Session):
+        for array in jax.tree.leaves(before.state):
+            array.delete()
+    return Session(engine, **settings)

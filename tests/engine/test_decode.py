@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from strata_jax.engine.engine import Engine
-from strata_jax.engine.experts import no_counts
 from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.session import RoundRecord, Session
 from strata_jax.errors import ConfigError
@@ -53,7 +52,7 @@ def test_a_window_equals_as_many_single_steps(echo_engine: Engine, size: int) ->
     session.prefill(PROMPT)
     windows = []
     for first in range(0, 12, size):
-        record, _, logits = session._round(text[first : first + size], [], how, 0.0, 3, no_counts())
+        record, _, logits = session._round(text[first : first + size], [], how, 0.0, 3)
         assert list(record.emitted) == text[first + 1 : first + size + 1]  # the right drafts are all accepted
         windows.append(np.asarray(logits)[:size])
     assert np.abs(np.concatenate(windows) - stepped).max() <= 2e-5

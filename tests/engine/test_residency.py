@@ -18,7 +18,7 @@ import pytest
 
 from strata_jax.engine.arena import Tables
 from strata_jax.engine.engine import Engine
-from strata_jax.engine.experts import LayerBank, no_counts
+from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.residency import Fill
 from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.session import ChunkRecord, RoundRecord, Session
@@ -63,7 +63,7 @@ def outputs(engine: Engine) -> Outputs:
     session = Session(engine, on_chunk=records.append)
     rows = [session.prefill(PROMPT, want="all")]
     greedy = sampling_arrays(Sampling())
-    record, _, window = session._round(WINDOW, WINDOW[1:], greedy, 0.0, len(WINDOW) - 1, no_counts())
+    record, _, window = session._round(WINDOW, WINDOW[1:], greedy, 0.0, len(WINDOW) - 1)
     assert session.tokens == TOKENS[:32], "the forced window was not kept whole"
     records.append(record)
     rows.append(np.asarray(window))

@@ -1,0 +1,57 @@
+"""Words of a round: both ways, and that nothing else goes between host and device in a round."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from strata_jax.engine.experts import ExpertCounts
+from strata_jax.engine.round_words import Lookups, Report, asked, num_window_rows, read_report, report_words
+from strata_jax.engine.round_words import window_words as words_of
+from strata_jax.engine.session import Session
+from tests.engine.conftest import LoadEngine
+from tests.oracle.models import ModelStore
+
+
+@pytest.mark.parametrize("num_rows", [2, 5])
+@pytest.mark.parametrize("min_p", [0.0, 0.3, 1e-30])
+def test_a_window_arrives_as_it_was_packed(num_rows: int, min_p: float) -> None:
+    words = words_of([7, 2**31 - 1], [5], 123_456, min_p, num_rows)
+    assert words.shape == (3 + 2 * num_rows,)
+    assert num_window_rows(words) == num_rows
+    window = jax.jit(asked)(words)
+    rest = num_rows - 2
+    assert window.tokens.tolist() == [7, 2**31 - 1, *[0] * rest]
+    assert window.forced.tolist() == [5, -1, *[-1] * rest]
+    assert (int(window.num_real), int(window.start)) == (2, 123_456)
+    assert float(window.min_p) == np.float32(min_p)
+
+
+@pytest.mark.parametrize(("kept", "good"), [(1, 0), (2, 3), (4, 1)])
+def test_a_report_is_read_as_it_was_written(kept: int, good: int) -> None:
+    counts = ExpertCounts(jnp.int32(80), jnp.int32(33))
+    words = jax.jit(report_words)(jnp.arange(10, 14), jnp.int32(kept), jnp.arange(20, 23), jnp.int32(good), counts)
+    expected = Report((10, 11, 12, 13)[:kept], [20, 21, 22][:good], Lookups(80, 33))
+    assert read_report(words, 4) == expected
+
+
+def test_a_round_takes_two_arrays_of_the_host(
+    models: ModelStore, load_engine: LoadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load_engine(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=2)
+    session, seen = Session(engine), list[list[tuple[int, ...]]]()
+    logits = session.prefill(list(range(40)))
+    decode = engine.programs.decode
+
+    def watched(num_drafts: int, *args: object) -> object:
+        seen.append([x.shape for x in jax.tree.leaves(args) if not isinstance(x, jax.Array)])
+        return decode(num_drafts, *args)
+
+    monkeypatch.setattr(engine.programs, "decode", watched)
+    list(islice(session.decode(logits, max_tokens=20), 4))
+    rows = engine.ple_rows([], [0], 2)
+    assert seen == [[(7,), *([] if rows is None else [rows.shape])]] * 3
