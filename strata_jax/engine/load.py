@@ -15,7 +15,7 @@ from strata_jax.engine.attention import AttentionWeights, IndexerWeights
 from strata_jax.engine.experts import BlobLayout, BlobPart, ExpertWeights, LayerBank
 from strata_jax.engine.gdn import GdnWeights
 from strata_jax.engine.layers import MixerWeights
-from strata_jax.engine.matrix import from_bytes
+from strata_jax.engine.matrix import ManyRows, from_bytes
 from strata_jax.engine.model import BlockWeights, DraftWeights, Weights
 from strata_jax.engine.ple import PleWeights
 from strata_jax.engine.spread import spread_blobs
@@ -44,12 +44,19 @@ class _Reader:
     pool: ThreadPoolExecutor
     kernels: bool
 
-    def matrix(self, name: str, *, looked_up: bool = False) -> Any:
-        """A future of the `Matrix`; one of which only rows are ``looked_up`` stays as stored."""
+    def matrix(self, name: str, *, looked_up: bool = False, decides: bool = False) -> Any:
+        """A future of the `Matrix`; one of which only rows are ``looked_up`` stays as stored.
+
+        Args:
+            decides: experts or blocks are chosen by its products, which keep float32's accuracy where it is as stored.
+        """
         info = self.file.tensors[name]
         rows, cols = info.shape[-2:]
         planes = dense_planes(info.type_name, rows, cols) if self.kernels and not looked_up else None
-        return self.pool.submit(lambda: from_bytes(self.file.data(name), info.type_name, cols, planes))
+        many_rows: ManyRows = "float32"
+        if self.kernels and planes is None:
+            many_rows = "exact" if decides else "rounded"
+        return self.pool.submit(lambda: from_bytes(self.file.data(name), info.type_name, cols, planes, many_rows))
 
     def array(self, name: str) -> jax.Array:
         """A small tensor (norm, convolution, bias) as float32, whatever its float type in the file."""
@@ -169,7 +176,7 @@ def _block(r: _Reader, g: Geometry, layer: int) -> BlockWeights:
         ffn_mixer=_mixer(r, f"{p}hc_ffn"),
         token_mixer=_gdn(r, p) if g.recurrent[layer] else _attention(r, g, layer),
         experts=ExpertWeights(
-            router=r.matrix(f"{p}ffn_gate_inp.weight"),
+            router=r.matrix(f"{p}ffn_gate_inp.weight", decides=True),
             shared_router=r.array(f"{p}ffn_gate_inp_shexp.weight").reshape(-1),
             shared_gate=r.matrix(f"{p}ffn_gate_shexp.weight"),
             shared_up=r.matrix(f"{p}ffn_up_shexp.weight"),
@@ -208,8 +215,8 @@ def _attention(r: _Reader, g: Geometry, layer: int) -> AttentionWeights:
     indexer = None
     if ratio:
         indexer = IndexerWeights(
-            q=r.matrix(f"{p}indexer.q_proj.weight"),
-            k=r.matrix(f"{p}indexer.k_proj.weight"),
+            q=r.matrix(f"{p}indexer.q_proj.weight", decides=True),
+            k=r.matrix(f"{p}indexer.k_proj.weight", decides=True),
             q_norm=r.array(f"{p}indexer.q_norm.weight"),
             k_norm=r.array(f"{p}indexer.k_norm.weight"),
         )

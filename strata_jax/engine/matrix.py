@@ -1,8 +1,9 @@
 """Packed matrices: how a weight is held and multiplied. Shapes are row-major (out, in).
 
 As stored: the file's blocks, decoded to float32 inside the program that multiplies by them, in row tiles, so that no
-float copy of a large quantised matrix ever exists. In planes, for kernels: the same bits in another order
-(`gguf/planes.py`), multiplied by `kernels/quant_matmul`.
+float copy of a large quantised matrix ever exists; for a GPU many rows are multiplied on tensor cores
+(`kernels/float_matmul`). In planes, for kernels: the same bits in another order (`gguf/planes.py`), multiplied by
+`kernels/quant_matmul`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,12 @@ import numpy as np
 
 from strata_jax.kernels import backend
 from strata_jax.kernels.dequant import dequantize
+from strata_jax.kernels.float_matmul import float_matmul
 from strata_jax.kernels.planes import PlaneLayout, decode_plane_rows, to_planes
 from strata_jax.kernels.quant_matmul import quant_matmuls
 from strata_jax.memory.layout import MATRIX_TILE_WEIGHTS
 
+ManyRows = Literal["float32", "exact", "rounded"]
 NATIVE_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 
 
@@ -35,25 +39,30 @@ class Matrix:
         type_name: ggml type, e.g. ``"IQ3_S"``.
         cols: number of weights in a row.
         planes: how ``data`` holds the matrix in planes; None: as stored.
+        many_rows: how a matrix as stored is multiplied: in float32 as everywhere, or, for a GPU, by `float_matmul`, as
+            exact as float32 or many rows with operands rounded to bfloat16.
     """
 
     data: jax.Array
     type_name: str = field(metadata={"static": True})
     cols: int = field(metadata={"static": True})
     planes: PlaneLayout | None = field(default=None, metadata={"static": True})
+    many_rows: ManyRows = field(default="float32", metadata={"static": True})
 
     @property
     def rows(self) -> int:
         return self.data.shape[0] if self.planes is None else self.planes.rows
 
 
-def from_bytes(raw: np.ndarray, type_name: str, cols: int, planes: PlaneLayout | None = None) -> Matrix:
+def from_bytes(
+    raw: np.ndarray, type_name: str, cols: int, planes: PlaneLayout | None = None, many_rows: ManyRows = "float32"
+) -> Matrix:
     """Hold ``raw: u8[rows, row_bytes]`` (a view on the mapped file) as a device matrix of the same packed bytes."""
     if planes is not None:
         raw = to_planes(raw, planes)
     elif type_name in NATIVE_DTYPES:
         raw = np.ascontiguousarray(raw).view(NATIVE_DTYPES[type_name])
-    return Matrix(jnp.array(raw), type_name, cols, planes)
+    return Matrix(jnp.array(raw), type_name, cols, planes, many_rows)
 
 
 def decode_rows(data: jax.Array, type_name: str) -> jax.Array:
@@ -87,17 +96,26 @@ def _products(
 
 
 def _as_stored(x: jax.Array, w: Matrix) -> jax.Array:
-    """Decode to float32 and multiply, a large matrix tile by tile."""
-    if w.rows * w.cols <= MATRIX_TILE_WEIGHTS or w.type_name == "F32":
-        return matmul_t(x, decode_rows(w.data, w.type_name))
+    """Decode and multiply, a large matrix tile by tile unless it is multiplied as it is."""
+    as_it_is = w.type_name == "F32" or (w.type_name == "BF16" and w.many_rows != "float32")
+    if w.rows * w.cols <= MATRIX_TILE_WEIGHTS or as_it_is:
+        return _multiply(x, w.data, w)
     tile_rows = max(1, MATRIX_TILE_WEIGHTS // w.cols)
 
     def step(i: jax.Array, out: jax.Array) -> jax.Array:
         first = jnp.minimum(i * tile_rows, w.rows - tile_rows)  # the last tile may repeat rows of the one before
         tile = jax.lax.dynamic_slice_in_dim(w.data, first, tile_rows)
-        return jax.lax.dynamic_update_slice_in_dim(out, matmul_t(x, decode_rows(tile, w.type_name)), first, 1)
+        return jax.lax.dynamic_update_slice_in_dim(out, _multiply(x, tile, w), first, 1)
 
     return jax.lax.fori_loop(0, -(-w.rows // tile_rows), step, jnp.zeros((x.shape[0], w.rows), jnp.float32))
+
+
+def _multiply(x: jax.Array, data: jax.Array, w: Matrix) -> jax.Array:
+    """Multiply by some rows of a matrix, ``data``."""
+    if w.many_rows == "float32":
+        return matmul_t(x, decode_rows(data, w.type_name))
+    weights = data if w.type_name in NATIVE_DTYPES else decode_rows(data, w.type_name)
+    return float_matmul(x, weights, rounded=w.many_rows == "rounded")
 
 
 def take_rows(w: Matrix, ids: jax.Array) -> jax.Array:

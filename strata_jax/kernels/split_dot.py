@@ -17,7 +17,7 @@ def split_dot(a: jax.Array, b: jax.Array, dimensions: DotDimensions, num_parts: 
     """
     if num_parts == 1:
         return _dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), dimensions)
-    a_parts, b_parts = _cut(a, num_parts), _cut(b, num_parts)
+    a_parts, b_parts = cut(a, num_parts), cut(b, num_parts)
     pairs = [(i, j) for i in range(num_parts) for j in range(num_parts) if i + j <= num_parts]
     total, *smallest_first = (_dot(a_parts[i], b_parts[j], dimensions) for i, j in sorted(pairs, key=sum, reverse=True))
     for product in smallest_first:
@@ -29,7 +29,8 @@ def _dot(a: jax.Array, b: jax.Array, dimensions: DotDimensions) -> jax.Array:
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _cut(x: jax.Array, num_parts: int) -> list[jax.Array]:
+def cut(x: jax.Array, num_parts: int) -> list[jax.Array]:
+    """Cut finite ``x: f32[...]`` into bfloat16 parts, largest first, together about ``9 num_parts`` bits of it."""
     parts = []
     for _ in range(num_parts):
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0x8000)  # to the nearest

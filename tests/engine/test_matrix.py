@@ -68,10 +68,13 @@ def test_planes_have_the_bytes_of_the_file_and_its_rows(
         same = expected[name]
         assert (w.rows, w.cols, w.type_name, w.data.nbytes) == (same.rows, same.cols, same.type_name, same.data.nbytes)
         assert same.planes is None
+        assert same.many_rows == "float32"
         if name == ".embed":  # rows are looked up there, nothing is multiplied
             assert w.planes is None
             continue
         assert w.planes == dense_planes(w.type_name, w.rows, w.cols)
+        decides = name.endswith(".router") or ".indexer." in name
+        assert w.many_rows == ("float32" if w.planes is not None else "exact" if decides else "rounded")
         if w.planes is not None and (w.type_name, w.planes.tile_rows) not in types:
             types.add((w.type_name, w.planes.tile_rows))
             ids = jnp.asarray([w.rows - 1, 0, 2, 2])
@@ -84,7 +87,7 @@ def test_planes_have_the_bytes_of_the_file_and_its_rows(
     assert sizes.plane_tile_weights == 2048 * 256  # the head
 
 
-@pytest.mark.parametrize(("num_tokens", "tolerance"), [(3, 1e-5), (32, 1e-2)])
+@pytest.mark.parametrize(("num_tokens", "tolerance"), [(3, 1e-5), (40, 1e-2)])
 def test_one_input_is_multiplied_by_matrices_of_every_kind(
     num_tokens: int, tolerance: float, stored: Weights, in_planes: Weights
 ) -> None:
@@ -98,11 +101,13 @@ def test_one_input_is_multiplied_by_matrices_of_every_kind(
     assert [w.planes is not None for w in some(in_planes)] == [True, False, True, False, True]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((num_tokens, 256), np.float32))
     product = jax.jit(linears, compiler_options=FAST)
+    errors = []
     for found, expected in zip(product(x, some(in_planes)), product(x, some(stored)), strict=True):
         assert found.shape == expected.shape
-        assert float(jnp.abs(found - expected).max() / jnp.abs(expected).max()) < tolerance
-    for i in (1, 3):
-        np.testing.assert_array_equal(product(x, some(in_planes))[i], product(x, some(stored))[i])
+        errors.append(float(jnp.abs(found - expected).max() / jnp.abs(expected).max()))
+    assert max(errors) < tolerance
+    assert errors[3] < 2e-6  # experts are chosen by it
+    assert all((error > 1e-4) == (num_tokens > 32) for i, error in enumerate(errors) if i != 3)
 
 
 class Tied:

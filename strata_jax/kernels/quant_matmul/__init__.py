@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.kernels.backend import on_backend
-from strata_jax.kernels.planes import PlaneLayout
+from strata_jax.kernels.planes import PlaneLayout, decode_planes
 from strata_jax.kernels.quant_matmul import reference
 from strata_jax.kernels.quant_matmul.blocks import (
     MIN_TILE_ROWS,
@@ -79,14 +79,17 @@ def _multiply_many(x: jax.Array, words: jax.Array, layout: PlaneLayout, interpre
 
     num_rows = x.shape[0]
     if layout.tile_rows < MIN_TILE_ROWS:
-        return reference.matmul(x, words, layout, rounded=True)
+        return _multiply_decoded(x, decode_planes(words, layout).astype(jnp.bfloat16))
     if num_rows > MAX_KERNEL_ROWS and layout.rows * layout.cols <= MAX_DECODED_WEIGHTS:
-        matrix = triton.decode(words, layout, choose_decode_blocks(layout), interpret)
-        return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return _multiply_decoded(x, triton.decode(words, layout, choose_decode_blocks(layout), interpret))
     blocks = choose_matmul_blocks(num_rows, layout)
     padded = jnp.pad(x, ((0, -num_rows % blocks.rows), (0, 0)))
     line = jnp.zeros(1, jnp.int32)
     return triton.matmul(padded, words[None], line, PlanePart(layout), blocks, interpret=interpret)[:num_rows]
+
+
+def _multiply_decoded(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _check(x: jax.Array, words: jax.Array, layout: PlaneLayout) -> None:
