@@ -16,8 +16,9 @@ def traced(call: Callable[[], Any], keep: Path | None = None) -> Path:
     """Run the call under JAX's profiler; returns the file of events, also packed to ``keep``.gz where it is given."""
     import jax
 
-    folder = tempfile.mkdtemp()
-    with jax.profiler.trace(folder):
+    folder, options = tempfile.mkdtemp(), jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every Python call of 48 layers would be an event
+    with jax.profiler.trace(folder, profiler_options=options):
         jax.block_until_ready(call())
     [path] = Path(folder).rglob("*.xplane.pb")
     if keep is not None:
