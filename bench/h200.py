@@ -55,7 +55,6 @@ from strata_jax.synthetic.full import NOTE, SyntheticModel
 from strata_jax.synthetic.routing import RoutingSkew, slots_for
 
 RESERVE_MIB = 700
-RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"  # XLA's default
 FORCED = 8  # tokens after the compared prompt
 
 
@@ -98,9 +97,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stage-mib", type=int, help="buffers of a prompt's missing experts; default: as auto plans")
     parser.add_argument("--compare", action="store_true", help="also run engine.kernels=reference, in a second process")
     parser.add_argument("--trace", action="store_true", help="also count launches and busy time, under the profiler")
-    parser.add_argument(
-        "--recorded", action="store_true", help="launches in command buffers, which the engine turns off"
-    )
+    parser.add_argument("--plain-launches", action="store_true", help="no command buffers")
     parser.add_argument("--seconds", type=float, default=3600.0, help="in all")
     parser.add_argument("--cache", help="folder of compiled programs; none: every process compiles")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
@@ -123,7 +120,7 @@ class Child:
         self.about: dict[str, Any] = {
             "weights": "synthetic", "routing": self.model.skew.text(), "model": self.geometry.name,
             "layers": self.geometry.num_layers, "vram_mib": cap_mib, "vram_reserve_mib": RESERVE_MIB,
-            "kernels": "reference" if reference else "triton", "kv": "int8", "recorded": options.recorded,
+            "kernels": "reference" if reference else "triton", "kv": "int8", "plain_launches": options.plain_launches,
         }  # fmt: skip
         self.started = time.time()
 
@@ -138,8 +135,8 @@ class Child:
             config.hardware.vram_mib = "auto"
         plans = {chunk: self.plan_for(chunk) for chunk in chunks}
         host = max(p.ledger.total_bytes(Phase.START, Memory.HOST) for p in plans.values())
-        if self.o.recorded:
-            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer={RECORDED}"
+        if self.o.plain_launches:
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
         start_jax(config, hardware, host_pool_bytes=host)
         import jax
 
@@ -253,7 +250,7 @@ class Child:
         self.row("logits", lambda: compared(engine, self.model, FORCED, mine, other if self.reference else None))
 
     def row(self, name: str, measure: Callable[[], dict[str, Any]], **settings: Any) -> None:
-        about = {k: self.about[k] for k in ("model", "layers", "vram_mib", "kernels", "recorded")}
+        about = {k: self.about[k] for k in ("model", "layers", "vram_mib", "kernels", "plain_launches")}
         key = json.dumps([name, about, settings], sort_keys=True)
         if key in self.done:
             return

@@ -100,7 +100,7 @@ def measure(model: SyntheticModel, plans: list[MemoryPlan], o: argparse.Namespac
         if engine is None:
             engine = Engine.load(model, model.geometry, made)
         else:
-            weights, banks, engine = engine.weights, engine.banks, None
+            weights, banks, engine, bounds = engine.weights, engine.banks, None, None
             gc.collect()
             engine = Engine.lay_out(model, model.geometry, made, weights, banks)
         chunk, num = made.chunk_tokens, max(1, o.prompt // made.chunk_tokens) * made.chunk_tokens

@@ -43,11 +43,9 @@ FREE_EARLY_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 # with it they had not after 85 s.
 # Nor does it look for values to compute twice to save memory: it counts the pinned bank as device memory, so that it
 # always finds too little and tries for long.
-# Nor are launches recorded (CUDA graphs): XLA changes a recorded round before it starts it, 7 us for each launch whose
-# temporary memory has moved (4 layers: 38 of 95), and the GPU waits; one by one they take 5 us, while the GPU works.
 GPU_FLAGS = {
     "--xla_gpu_autotune_level": "0", "--xla_gpu_enable_triton_gemm": "false",
-    "--xla_disable_hlo_passes": "rematerialization", "--xla_gpu_enable_command_buffer": "",
+    "--xla_disable_hlo_passes": "rematerialization",
 }  # fmt: skip
 
 # Fixed when the first backend starts; the others can be changed while JAX runs.

@@ -179,7 +179,10 @@ class Programs:
             # the backend that the kernels are written for; docs/engine.md says what follows it
             warnings.filterwarnings("ignore", message=".*Pallas Triton backend is deprecated.*")
             warnings.filterwarnings("error", message=".*donated buffers were not usable.*")
-            program = jax.jit(f, donate_argnums=donate, out_shardings=out_shardings).lower(*args).compile()
+            # what is taken over but not read keeps its place in memory all the same: what a GPU has recorded of a round
+            # has the addresses of that round
+            jitted = jax.jit(f, donate_argnums=donate, keep_unused=bool(donate), out_shardings=out_shardings)
+            program = jitted.lower(*args).compile()
         self.compile_s += time.perf_counter() - started
         return program
 
