@@ -182,6 +182,7 @@ def test_planes_hold_the_experts_of_the_source(by_kernel: Engine, model: Synthet
             np.testing.assert_array_equal(packed, model.data(f"blk.{LAYER}.ffn_{part}_exps.weight")[expert])
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("num_tokens", [1, CHUNK])
 def test_blocks_of_one_layout_are_lowered_once(
     num_tokens: int, by_kernel: Engine, monkeypatch: pytest.MonkeyPatch
