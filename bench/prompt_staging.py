@@ -174,7 +174,7 @@ def variant(engine: Any, name: str) -> Iterator[dict[str, float]]:
 
     staging.Stager, engine.staging.copies = Watched, Copies()  # type: ignore[misc]
     if name == "in place":
-        staging.choose_staged = lambda missing, reads, most: np.zeros(0, np.int64)
+        staging.choose_staged = lambda missing, reads: np.zeros(0, np.int64)
     try:
         yield found
     finally:

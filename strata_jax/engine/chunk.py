@@ -17,11 +17,13 @@ import numpy as np
 from strata_jax.engine.attention import IndexState
 from strata_jax.engine.cell_store import compile_copies
 from strata_jax.engine.decode import tail_of
+from strata_jax.engine.expert_kernels import bank_lines
 from strata_jax.engine.experts import ExpertCounts, LayerBank
-from strata_jax.engine.model import State
+from strata_jax.engine.model import OpenBlock, State
 from strata_jax.engine.round_words import window_words
 from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.staging import Stage, StageShapes, next_staged
+from strata_jax.kernels.expert_gemv import ExpertLayout
 from strata_jax.memory.staging import buffer_lines
 from strata_jax.sampling import Sampling
 
@@ -72,24 +74,24 @@ def read_chunk(
             streams, history = programs.ple_chunk(streams, ple_rows, w.ple, history, num)
         kind, w = engine.block_kind[layer], replace(w, ple=None)
         if engine.geometry.recurrent[layer]:
-            streams, blocks[layer], used = programs.gdn_chunk(
+            found, blocks[layer], used = programs.gdn_chunk(
                 kind, w, bank, arena, segments, tables, number, streams, blocks[layer], first, num
             )
         else:
-            streams, arena, blocks[layer], used = programs.attention_chunk(
+            found, arena, blocks[layer], used = programs.attention_chunk(
                 kind, w, bank, arena, segments, tables, number, np.int32(attention_row), streams, blocks[layer], first,
                 num,
             )  # fmt: skip
             attention_row += 1
-        staging.started(used)
+        streams = staging.streams(layer, found, arena)
         counts.append(used)
     draft_streams = None
     if engine.plan.with_draft:
-        bank = staging.bank(len(engine.banks) - 1)
-        draft_streams, arena, draft_state, hidden, used = programs.draft_chunk(
-            weights, bank, tables, arena, segments, draft_state, ids, streams, state.hidden, first, num
+        layer = len(engine.banks) - 1
+        found, arena, draft_state, hidden, used = programs.draft_chunk(
+            weights, staging.bank(layer), tables, arena, segments, draft_state, ids, streams, state.hidden, first, num
         )
-        staging.started(used)
+        draft_streams = staging.streams(layer, found, arena)
         counts.append(used)
     else:
         hidden = programs.last_hidden(streams, num)
@@ -100,25 +102,41 @@ def read_chunk(
 
 
 class _Blocks:
-    """The banks of a chunk's blocks as its programs take them, with what is staged."""
+    """The banks of a chunk's blocks as its programs take them, and the programs for experts that are brought."""
 
     def __init__(self, engine: Engine, stage: Stage | None, count: int, next_count: int) -> None:
         self.engine, self.stage, self.count, self.next_count = engine, stage, count, next_count
         self.order = next_staged(engine.banks)
-        self.taken = False
 
     def bank(self, layer: int) -> LayerBank:
-        bank, self.taken = self.engine.banks[layer], self.stage is not None and layer in self.order
-        if self.stage is None or not self.taken:
-            return replace(bank, in_chunks=True)
-        following, num_tokens = self.order[layer], self.count
-        if following is None and self.next_count:  # the last block copies for the first of the next chunk
-            following, num_tokens = min(self.order), self.next_count
-        return replace(bank, in_chunks=True, staged=self.stage.take(layer, following, num_tokens))
+        in_passes = self.stage is not None and layer in self.order
+        return replace(self.engine.banks[layer], in_chunks=True, in_passes=in_passes)
 
-    def started(self, used: ExpertCounts) -> None:
-        if self.stage is not None and self.taken:
-            self.stage.started(used.lookups)
+    def streams(self, layer: int, found: Any, arena: jax.Array) -> jax.Array:
+        """The streams after a block: its program's, or those that experts computed in passes have been added to."""
+        if not isinstance(found, OpenBlock):
+            return found
+        assert self.stage is not None
+        programs, bank, stage, asked = self.engine.programs, self.engine.banks[layer], self.stage, found.experts
+        assert isinstance(bank.layout, ExpertLayout)
+        stage.go_on()
+        rows = programs.start_experts(bank.layout, arena, self.engine.segments, asked)
+        for words, lines in stage.groups(layer, self.count, self._following(layer)):
+            rows, left = programs.add_experts(bank.layout, rows, asked, words, lines, "a group")
+            stage.started(left)
+        everywhere = bank_lines(bank.blobs.shape[0])
+        rows, _ = programs.add_experts(bank.layout, rows, asked, bank.blobs, everywhere, "the bank")
+        stage.go_on()
+        streams = programs.close_block(found, rows)
+        stage.go_on()
+        return streams
+
+    def _following(self, layer: int) -> tuple[int, int] | None:
+        """The block after this one and its tokens; the last block of a chunk is followed by the first of the next."""
+        following = self.order[layer]
+        if following is not None:
+            return following, self.count
+        return (min(self.order), self.next_count) if self.next_count else None
 
 
 def window_rows(num_tokens: int, spec_window: int, num_drafts: int, min_p: float) -> int:

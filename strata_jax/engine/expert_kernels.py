@@ -7,14 +7,19 @@ Shapes: T tokens, X experts, K experts per token, E model width, F expert width,
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from strata_jax.kernels import backend
 from strata_jax.kernels.expert_gemv import ExpertLayout, input_rows, planned_gemv
 from strata_jax.kernels.grouped_matmul import (
+    Blocks,
+    SortedPairs,
+    TileMap,
     arena_lines,
     choose_blocks,
     combine,
@@ -24,9 +29,6 @@ from strata_jax.kernels.grouped_matmul import (
     tile_map,
 )
 from strata_jax.kernels.route import Routing, choose_experts, route_window
-
-Source = tuple[jax.Array, jax.Array]
-"""Words of experts u32[lines, words_per_line], and the line where each expert starts, i32[X], -1 = it is not there."""
 
 
 def route(
@@ -56,6 +58,59 @@ def window(
     return _window(routing, arrays, bank, pages, layout=layout, interpret=backend.interprets())
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertRows:
+    """What the experts of a chunk have given so far, a row for each pair of a token and one of its experts.
+
+    What a token's experts give is kept in bfloat16 until it is summed, in float32 and in ascending order of expert: in
+    whatever order experts are added, and from wherever their words are read, the sum is the same to the bit.
+
+    Attributes:
+        pairs: the pairs, sorted by expert. tiles: of their rows.
+        h: bf16[P + pad, F], hidden rows. y: bf16[P + pad, E], outputs; 0 where no expert was asked.
+        left: bool[X], experts that have not been added.
+    """
+
+    pairs: SortedPairs
+    tiles: TileMap
+    h: jax.Array
+    y: jax.Array
+    left: jax.Array
+
+
+def start_rows(
+    u: jax.Array, ids: jax.Array, arrays: tuple[jax.Array, ...], pages: jax.Array, layout: ExpertLayout
+) -> ExpertRows:
+    """Sort the pairs of a chunk and add what is resident; operands of the products are bfloat16.
+
+    Args:
+        u: f32[T, E]. ids: i32[T, K], X = none.
+        arrays: the arena's core and its segments; pages: i32[X], as of `expert_gemv`.
+    """
+    return _start(u, ids, arrays, pages, layout=layout, interpret=backend.interprets())
+
+
+def add_rows(rows: ExpertRows, u: jax.Array, words: jax.Array, lines: jax.Array, layout: ExpertLayout) -> ExpertRows:
+    """Add experts that are left and lie in one array: a staging buffer, say, or the bank, read where it lies.
+
+    Args:
+        u: f32[T, E].
+        words: u32[lines, words_per_line]. lines: i32[X], where each expert starts, -1 = it is not there.
+    """
+    return _add(rows, u, words, lines, layout=layout, interpret=backend.interprets())
+
+
+def sum_rows(rows: ExpertRows, weights: jax.Array) -> jax.Array:
+    """The sum of each token's experts, weighted by ``weights: f32[T, K]``: f32[T, E]."""
+    return combine(rows.y, rows.pairs.row_of, weights)
+
+
+def bank_lines(num_experts: int) -> np.ndarray:
+    """Where experts start in a bank u32[X, blob_words]: i32[X]."""
+    return np.arange(num_experts, dtype=np.int32)
+
+
 def chunk(
     u: jax.Array,
     ids: jax.Array,
@@ -64,20 +119,10 @@ def chunk(
     bank: jax.Array,
     pages: jax.Array,
     layout: ExpertLayout,
-    staged: tuple[Source, ...] = (),
 ) -> jax.Array:
-    """Many tokens, operands of the products in bfloat16: f32[T, E].
-
-    Each array of the arena is one source of experts, each staging buffer another and the bank, read where it lies, the
-    last: experts of one source are computed by one launch of each product. What a token's experts give is kept in
-    bfloat16 until it is summed, in float32 and in ascending order of expert.
-
-    Args:
-        u: f32[T, E]. ids: i32[T, K], X = none. weights: f32[T, K], 0 there.
-        arrays: the arena's core and its segments; bank: u32[X, blob_words]; pages: i32[X], as of `expert_gemv`.
-        staged: copies on the device of experts that are not resident; each lies in one of them at most.
-    """
-    return _chunk(u, ids, weights, arrays, bank, pages, staged, layout=layout, interpret=backend.interprets())
+    """Many tokens at once, from the arena and from the bank u32[X, blob_words]: f32[T, E]."""
+    rows = start_rows(u, ids, arrays, pages, layout)
+    return sum_rows(add_rows(rows, u, bank, jnp.asarray(bank_lines(bank.shape[0])), layout), weights)
 
 
 @partial(jax.jit, static_argnames=("num_used", "layout", "interpret"))
@@ -115,34 +160,40 @@ def _window(
 
 
 @partial(jax.jit, static_argnames=("layout", "interpret"))
-def _chunk(
+def _start(
     u: jax.Array,
     ids: jax.Array,
-    weights: jax.Array,
     arrays: tuple[jax.Array, ...],
-    bank: jax.Array,
     pages: jax.Array,
-    staged: tuple[Source, ...],
     *,
     layout: ExpertLayout,
     interpret: bool,
-) -> jax.Array:
-    num_experts, num_pairs = bank.shape[0], ids.size
-    blocks = choose_blocks(num_pairs / num_experts, layout.tile_rows, jax.devices()[0].device_kind)
+) -> ExpertRows:
+    num_experts, num_pairs = pages.shape[0], ids.size
+    blocks = _blocks(num_pairs, num_experts, layout)
     pairs = sort_pairs(ids, num_experts, blocks.rows)
-    u = u.astype(jnp.bfloat16)
     h = jnp.zeros((num_pairs + blocks.rows, layout.gate.rows), jnp.bfloat16)
-    y = jnp.zeros((num_pairs + blocks.rows, layout.down.rows), jnp.bfloat16)  # 0 where no expert was asked
-    tiles = tile_map(pairs, blocks.rows)
-    sources = list(zip(arrays, arena_lines(arrays, pages), strict=True))
-    missing = pages < 0
-    for words, lines in staged:
-        sources.append((words, jnp.where(missing, lines, -1)))
-        missing &= lines < 0
-    sources.append((bank, jnp.where(missing, jnp.arange(num_experts, dtype=jnp.int32), -1)))
-    for words, lines in sources:
-        h = grouped_swiglu(
-            u, pairs.token_of, tiles, words, lines, layout, h, blocks, backend="triton", interpret=interpret
-        )
-        y = grouped_down(h, tiles, words, lines, layout, y, blocks, backend="triton", interpret=interpret)
-    return combine(y, pairs.row_of, weights)
+    y = jnp.zeros((num_pairs + blocks.rows, layout.down.rows), jnp.bfloat16)
+    rows = ExpertRows(pairs, tile_map(pairs, blocks.rows), h, y, jnp.ones(num_experts, bool))
+    for words, lines in zip(arrays, arena_lines(arrays, pages), strict=True):
+        rows = _add(rows, u, words, lines, layout=layout, interpret=interpret)
+    return rows
+
+
+@partial(jax.jit, static_argnames=("layout", "interpret"))
+def _add(
+    rows: ExpertRows, u: jax.Array, words: jax.Array, lines: jax.Array, *, layout: ExpertLayout, interpret: bool
+) -> ExpertRows:
+    """Experts of one array are computed by one launch of each product, which writes their rows in place."""
+    blocks = _blocks(rows.pairs.row_of.size, rows.left.shape[0], layout)
+    lines = jnp.where(rows.left, lines, -1)
+    h = grouped_swiglu(
+        u.astype(jnp.bfloat16), rows.pairs.token_of, rows.tiles, words, lines, layout, rows.h, blocks,
+        backend="triton", interpret=interpret,
+    )  # fmt: skip
+    y = grouped_down(h, rows.tiles, words, lines, layout, rows.y, blocks, backend="triton", interpret=interpret)
+    return replace(rows, h=h, y=y, left=rows.left & (lines < 0))
+
+
+def _blocks(num_pairs: int, num_experts: int, layout: ExpertLayout) -> Blocks:
+    return choose_blocks(num_pairs / num_experts, layout.tile_rows, jax.devices()[0].device_kind)

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from strata_jax.engine import expert_kernels
 from strata_jax.engine.arena import read_pages
@@ -57,34 +56,21 @@ class BlobLayout:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Staged:
-    """Experts of one block that were copied ahead of the chunk that needs them.
-
-    Attributes:
-        words: u32[lines, 128]. lines: i32[X], the line where the blob of each expert starts, -1 = it is not there.
-    """
-
-    words: jax.Array
-    lines: jax.Array | np.ndarray
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class LayerBank:
     """All experts of one block in host memory.
 
     Attributes:
         blobs: u32[X, blob_words]. num_pages: the pages of the arena that a blob fills.
         layout: of a blob: as packed in the file, for the reference, or in planes, for the kernels; None: not known.
-        staged: copies of some of them on the device; None: nothing is staged.
         in_chunks: a prompt is read: the kernels for chunks compute it, however short it is.
+        in_passes: of the block's program these are only asked; programs of their own compute them (`OpenExperts`).
     """
 
     blobs: jax.Array
     layout: BlobLayout | ExpertLayout | None = field(metadata={"static": True})
     num_pages: int = field(metadata={"static": True})
-    staged: Staged | None = None
     in_chunks: bool = field(default=False, metadata={"static": True})
+    in_passes: bool = field(default=False, metadata={"static": True})
 
     def bare(self) -> LayerBank:
         """The same blobs without what is inside them, for programs that only copy whole blobs."""
@@ -191,8 +177,7 @@ def mixture(
     """
     turn, pages = (pages, pages.pages) if isinstance(pages, Turn) else (None, pages)
     to, turned = route(u, w, pages, count, g.num_experts_used, bank), None
-    shared_gate, shared_up = linears(u, (w.shared_gate, w.shared_up))
-    shared = to.shared * linear(jax.nn.silu(shared_gate) * shared_up, w.shared_down)
+    shared = _shared(u, w, to)
     if turn is not None:
         most, kernels = min(g.num_experts, to.ids.size), isinstance(bank.layout, ExpertLayout)
         arrays, done = take_turn(turn, to.uses, bank.blobs, tuple(arrays), most, kernels=kernels)
@@ -204,9 +189,57 @@ def mixture(
     elif to.window is not None:
         routed = expert_kernels.window(to.window, tuple(arrays), bank.blobs, pages, bank.layout)
     else:
-        staged = () if bank.staged is None else ((bank.staged.words, jnp.asarray(bank.staged.lines)),)
-        routed = expert_kernels.chunk(u, to.ids, to.weights, tuple(arrays), bank.blobs, pages, bank.layout, staged)
+        routed = expert_kernels.chunk(u, to.ids, to.weights, tuple(arrays), bank.blobs, pages, bank.layout)
     return routed + shared, counts, turned
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OpenExperts:
+    """What a chunk asks of a block's experts, some of which are still to be brought.
+
+    Attributes:
+        u: f32[T, E]. ids: i32[T, K], X = none; weights: f32[T, K], 0 there.
+        shared: f32[T, E], the output of the shared expert.
+        pages: i32[X], as of `mixture`.
+    """
+
+    u: jax.Array
+    ids: jax.Array
+    weights: jax.Array
+    shared: jax.Array
+    pages: jax.Array
+
+
+def ask_experts(
+    u: jax.Array, w: ExpertWeights, bank: LayerBank, pages: jax.Array, count: jax.Array, g: Geometry
+) -> tuple[OpenExperts, ExpertCounts]:
+    """`mixture` up to the routed experts; the rest is `start_experts`, `add_experts` and `sum_experts`."""
+    to = route(u, w, pages, count, g.num_experts_used, bank)
+    counts = ExpertCounts(count.astype(jnp.int32) * g.num_experts_used, to.hits, to.uses)
+    return OpenExperts(u, to.ids, to.weights, _shared(u, w, to), pages), counts
+
+
+def start_experts(asked: OpenExperts, layout: ExpertLayout, arrays: Sequence[jax.Array]) -> expert_kernels.ExpertRows:
+    """Compute the experts that are resident."""
+    return expert_kernels.start_rows(asked.u, asked.ids, tuple(arrays), asked.pages, layout)
+
+
+def add_experts(
+    rows: expert_kernels.ExpertRows, asked: OpenExperts, layout: ExpertLayout, words: jax.Array, lines: jax.Array
+) -> expert_kernels.ExpertRows:
+    """Compute those that are left and lie in ``words`` at ``lines`` (see `expert_kernels.add_rows`)."""
+    return expert_kernels.add_rows(rows, asked.u, words, lines, layout)
+
+
+def sum_experts(rows: expert_kernels.ExpertRows, asked: OpenExperts) -> jax.Array:
+    """Routed plus shared experts: f32[T, E]."""
+    return expert_kernels.sum_rows(rows, asked.weights) + asked.shared
+
+
+def _shared(u: jax.Array, w: ExpertWeights, to: Routed) -> jax.Array:
+    gate, up = linears(u, (w.shared_gate, w.shared_up))
+    return to.shared * linear(jax.nn.silu(gate) * up, w.shared_down)
 
 
 def _window(

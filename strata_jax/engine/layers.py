@@ -64,14 +64,23 @@ def read_streams(streams: jax.Array, w: MixerWeights, eps: float) -> StreamRead:
     return StreamRead(streams, jnp.mean(gate.reshape(streams.shape) * normed, axis=1), flat)
 
 
+def inject_weights(read: StreamRead, w: MixerWeights) -> jax.Array:
+    """With which weight each stream takes a sublayer's output, per token: f32[T, C]."""
+    if read.inject is not None:
+        return read.inject
+    assert w.inject is not None
+    assert read.flat is not None
+    return 2.0 * jax.nn.sigmoid(linear(read.flat, w.inject) / read.streams.shape[1])
+
+
+def add_to_streams(streams: jax.Array, inject: jax.Array, y: jax.Array) -> jax.Array:
+    """Add ``y: f32[T, E]`` to every stream f32[T, C, E], each with its own weight per token f32[T, C]."""
+    return streams + inject[:, :, None] * y[:, None, :]
+
+
 def write_streams(read: StreamRead, y: jax.Array, w: MixerWeights) -> jax.Array:
-    """Add a sublayer's output ``y: f32[T, E]`` to every stream, each with its own weight per token: f32[T, C, E]."""
-    inject = read.inject
-    if inject is None:
-        assert w.inject is not None
-        assert read.flat is not None
-        inject = 2.0 * jax.nn.sigmoid(linear(read.flat, w.inject) / read.streams.shape[1])
-    return read.streams + inject[:, :, None] * y[:, None, :]
+    """Add a sublayer's output ``y: f32[T, E]`` to the streams that it was read from: f32[T, C, E]."""
+    return add_to_streams(read.streams, inject_weights(read, w), y)
 
 
 def write_and_read(read: StreamRead, y: jax.Array, w: MixerWeights, following: MixerWeights, eps: float) -> StreamRead:

@@ -15,8 +15,26 @@ import jax.numpy as jnp
 
 from strata_jax.engine import attention, gdn, ple
 from strata_jax.engine.arena import CellLayout, CellStore, Segments, Tables
-from strata_jax.engine.experts import ExpertCounts, ExpertWeights, LayerBank, mixture, no_counts
-from strata_jax.engine.layers import MixerWeights, read_streams, rms_norm, write_and_read, write_streams
+from strata_jax.engine.expert_kernels import ExpertRows
+from strata_jax.engine.experts import (
+    ExpertCounts,
+    ExpertWeights,
+    LayerBank,
+    OpenExperts,
+    ask_experts,
+    mixture,
+    no_counts,
+    sum_experts,
+)
+from strata_jax.engine.layers import (
+    MixerWeights,
+    add_to_streams,
+    inject_weights,
+    read_streams,
+    rms_norm,
+    write_and_read,
+    write_streams,
+)
 from strata_jax.engine.matrix import Matrix, linear, take_rows
 from strata_jax.engine.replacement import Kept, Turn, UseValues, kept_before
 from strata_jax.geometry import Geometry
@@ -107,6 +125,20 @@ class ModelSpec:
         return self.geometry.attention_layers.index(layer)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OpenBlock:
+    """A block of a chunk whose experts are only asked; `close_block` takes what they give.
+
+    Attributes:
+        streams: f32[T, C, E], as the experts read them. inject: f32[T, C], weights of their output in each stream.
+    """
+
+    streams: jax.Array
+    inject: jax.Array
+    experts: OpenExperts
+
+
 def embed(weights: Weights, tokens: jax.Array, g: Geometry) -> jax.Array:
     """Start the streams: every stream holds the token's embedding row, f32[T, C, E]."""
     rows = take_rows(weights.embed, tokens)
@@ -126,7 +158,7 @@ def block(
     count: jax.Array,
     spec: ModelSpec,
     cell_store: CellStore | None = None,
-) -> tuple[jax.Array, jax.Array, Any, ExpertCounts, Kept | None]:
+) -> tuple[Any, jax.Array, Any, ExpertCounts, Kept | None]:
     """Run one block (without PLE) on T tokens at positions ``start + i`` of which ``count`` are real.
 
     Args:
@@ -136,7 +168,8 @@ def block(
         cell_store: where its groups of cells without a page are.
 
     Returns:
-        streams, arena, what `advance_block` needs, expert counts, what else a turn has changed.
+        streams, arena, what `advance_block` needs, expert counts, what else a turn has changed. Where the bank's
+        experts are computed in passes an `OpenBlock` in place of the streams.
     """
     g = spec.geometry
     after: Any
@@ -155,9 +188,18 @@ def block(
             u, w.token_mixer, arena, cell_pages, state, start, count, g, spec.cells, cell_store
         )
     read = write_and_read(read, y, w.attn_mixer, w.ffn_mixer, g.rms_eps)
+    if bank.in_passes:
+        assert not isinstance(expert_pages, Turn)
+        asked, counts = ask_experts(read.mixed, w.experts, bank, expert_pages, count, g)
+        return OpenBlock(read.streams, inject_weights(read, w.ffn_mixer), asked), arena, after, counts, None
     y, counts, turned = mixture(read.mixed, w.experts, bank, (arena, *segments), expert_pages, count, g)
     arena, kept = turned or (arena, None)
     return write_streams(read, y, w.ffn_mixer), arena, after, counts, kept
+
+
+def close_block(opened: OpenBlock, rows: ExpertRows) -> jax.Array:
+    """The streams f32[T, C, E] after a block, once all of its experts are in ``rows``."""
+    return add_to_streams(opened.streams, opened.inject, sum_experts(rows, opened.experts))
 
 
 def advance_block(before: SequenceState, after: Any, count: jax.Array) -> SequenceState:

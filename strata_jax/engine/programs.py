@@ -22,17 +22,20 @@ import numpy as np
 from strata_jax.engine import ple
 from strata_jax.engine.arena import Segments, Tables
 from strata_jax.engine.decode import Round, decode_step, feed_draft, first_drafts
-from strata_jax.engine.experts import ExpertCounts, LayerBank
+from strata_jax.engine.expert_kernels import ExpertRows
+from strata_jax.engine.experts import ExpertCounts, LayerBank, OpenExperts, add_experts, start_experts
 from strata_jax.engine.layers import MixerWeights
 from strata_jax.engine.matrix import Matrix
 from strata_jax.engine.model import (
     BlockWeights,
     ModelSpec,
+    OpenBlock,
     SequenceState,
     State,
     Weights,
     advance_block,
     block,
+    close_block,
     embed,
     logits,
 )
@@ -40,6 +43,7 @@ from strata_jax.engine.replacement import Kept
 from strata_jax.engine.round_words import num_window_rows
 from strata_jax.engine.sampler import SamplingArrays, sample
 from strata_jax.geometry import Geometry
+from strata_jax.kernels.expert_gemv import ExpertLayout
 from strata_jax.kernels.page_fetch import fetch_pages
 
 Watch = Callable[[str], AbstractContextManager[None]]
@@ -52,12 +56,14 @@ class Programs:
     Attributes:
         watch: a context that each compilation runs in, made from the program's name.
         compile_s: seconds spent compiling so far.
+        layouts: of banks, by the numbers that keys have for them.
     """
 
     spec: ModelSpec
     watch: Watch = lambda name: nullcontext()
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     compile_s: float = 0.0
+    layouts: list[ExpertLayout] = field(default_factory=list)
     _run: bool = True
 
     def clock_s(self) -> float:
@@ -82,6 +88,31 @@ class Programs:
         streams, arena, state, counts."""
         key = _key("attention", kind, args[7].shape[0], segments=args[3])
         return self.call(key, partial(_attention_chunk, spec=self.spec), args, donate=(2, 7, 8))
+
+    def start_experts(
+        self, layout: ExpertLayout, arena: jax.Array, segments: Segments, asked: OpenExperts
+    ) -> ExpertRows:
+        """The rows of a chunk's experts, those of the arena computed."""
+        key = _key("experts", *self._experts_key(layout, asked), segments=segments)
+        return self.call(key, partial(_start_experts, layout=layout), (arena, segments, asked))
+
+    def add_experts(
+        self, layout: ExpertLayout, rows: ExpertRows, asked: OpenExperts, words: jax.Array, lines: Any, source: str
+    ) -> tuple[ExpertRows, jax.Array]:
+        """Compute the experts that lie in an array of the named kind: the rows, and i32[], how many are still left."""
+        key = (f"experts of {source}", *self._experts_key(layout, asked))
+        return self.call(key, partial(_add_experts, layout=layout), (rows, asked, words, lines), donate=(0,))
+
+    def close_block(self, opened: OpenBlock, rows: ExpertRows) -> jax.Array:
+        """The streams f32[T, C, E] after a block of a chunk."""
+        args = (opened.streams, opened.inject, opened.experts, rows)
+        return self.call(("experts summed", *rows.h.shape, opened.streams.shape[0]), _close_block, args, donate=(0,))
+
+    def _experts_key(self, layout: ExpertLayout, asked: OpenExperts) -> tuple[int, int]:
+        """Tokens, and the number of the layout."""
+        if layout not in self.layouts:
+            self.layouts.append(layout)
+        return asked.ids.shape[0], self.layouts.index(layout)
 
     def draft_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array, SequenceState, jax.Array, ExpertCounts]:
         """(weights, bank, tables, arena, segments, index, tokens, streams, hidden, start, count) ->
@@ -244,6 +275,21 @@ def _attention_chunk(
         tables.store_of(row),
     )  # fmt: skip
     return streams, arena, advance_block(state, after, count), counts
+
+
+def _start_experts(arena: jax.Array, segments: Segments, asked: OpenExperts, *, layout: ExpertLayout) -> ExpertRows:
+    return start_experts(asked, layout, (arena, *segments))
+
+
+def _add_experts(
+    rows: ExpertRows, asked: OpenExperts, words: jax.Array, lines: jax.Array, *, layout: ExpertLayout
+) -> tuple[ExpertRows, jax.Array]:
+    rows = add_experts(rows, asked, layout, words, lines)
+    return rows, jnp.sum(rows.left, dtype=jnp.int32)
+
+
+def _close_block(streams: jax.Array, inject: jax.Array, asked: OpenExperts, rows: ExpertRows) -> jax.Array:
+    return close_block(OpenBlock(streams, inject, asked), rows)
 
 
 def _draft_chunk(

@@ -1,25 +1,27 @@
-"""Prompts streamed behind compute: missing experts of the next block are copied while this one is computed.
+"""Prompts streamed behind compute: missing experts come through a ring of buffers while blocks are computed.
 
-The host runs a chunk block by block. A block's program is started once its copies have arrived; copies for the next
-block go to the other buffer as soon as the program that read it before is done. So the link copies without a pause
-while copying takes longer than computing, and the device computes without one while computing does.
+The host runs a chunk block by block. What a block misses comes in groups, each as large as a buffer, and a program for
+each group computes its experts (`experts.OpenExperts`); copies for the group after the next go to a buffer as soon as
+the program that has read it is done, also those of the next block and of the next chunk. So the link copies without a
+pause while copying takes longer than computing, and the device computes without one while computing does.
 Sizes and choices: ``memory/staging.py``.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_jax.engine.experts import ExpertCounts, LayerBank, Staged
+from strata_jax.engine.experts import ExpertCounts, LayerBank
 from strata_jax.engine.host_copies import HostCopies, Run, address, host_copies
 from strata_jax.errors import ConfigError
 from strata_jax.kernels.expert_gemv import ExpertLayout
@@ -31,6 +33,7 @@ from strata_jax.memory.staging import (
     choose_staged,
     expected_reads,
     expert_lines,
+    groups_of,
 )
 
 if TYPE_CHECKING:
@@ -77,23 +80,40 @@ class Staging:
         self.num_tokens += num_tokens
 
 
+class Group(NamedTuple):
+    """Experts of a block that fill one buffer, ascending."""
+
+    layer: int
+    experts: NDArray[np.int64]
+
+
+class Staged(NamedTuple):
+    """A group that has arrived: words u32[lines, 128], and the line where each expert starts i32[X], -1 = elsewhere."""
+
+    words: jax.Array
+    lines: NDArray[np.int32]
+
+
 class Stage(Protocol):
     """What a chunk asks for each block whose experts kernels compute."""
 
-    def take(self, layer: int, following: int | None, num_tokens: int) -> Staged:
-        """Return what is staged for a block, arrived; its program is to be started next.
+    def groups(self, layer: int, num_tokens: int, following: tuple[int, int] | None) -> Iterator[Staged]:
+        """Give the groups of a block, each when it has arrived; its program is to be started before the next step.
 
         Args:
-            following: the block whose experts are to be copied next, for ``num_tokens`` tokens; None: there is none.
+            following: the block whose experts are to be copied next, and for how many tokens; None: there is none.
         """
 
     def started(self, result: Any) -> None:
-        """Note a result of the program that reads what was taken last."""
+        """Note a result of the program that reads the last group."""
+
+    def go_on(self) -> None:
+        """Start the copies that can be started; to be called between programs."""
 
 
 @dataclass
 class Stager:
-    """Copies experts ahead of the blocks of a prompt. Buffers are filled by turns; see `staged_prompt`.
+    """Copies experts ahead of the programs that compute them. Buffers are filled by turns; see `staged_prompt`.
 
     Attributes:
         buffers: u32[lines, 128] each; JAX does not know that they change.
@@ -104,31 +124,31 @@ class Stager:
     staging: Staging
     buffers: tuple[jax.Array, ...]
     copied: tuple[int, int] = (0, 0)
+    _planned: deque[tuple[int, int]] = field(default_factory=deque, init=False)  # blocks to come, and their groups
+    _queue: deque[Group] = field(default_factory=deque, init=False)
+    _under_way: deque[tuple[int, Group]] = field(default_factory=deque, init=False)
     _readers: list[Any] = field(default_factory=lambda: [None] * NUM_BUFFERS, init=False)
-    _arriving: dict[int, tuple[int, NDArray[np.int32]]] = field(default_factory=dict, init=False)
-    _next: tuple[int, int] | None = field(default=None, init=False)
-    _taken: int | None = field(default=None, init=False)
+    _taken: int = field(default=0, init=False)
     _turn: int = field(default=0, init=False)
 
-    def take(self, layer: int, following: int | None, num_tokens: int) -> Staged:
-        self._next = None if following is None else (following, num_tokens)
-        nothing = np.full(self.engine.geometry.num_experts, -1, np.int32)
-        buffer, lines = self._arriving.pop(layer, (None, nothing))
-        self._taken, waiting = buffer, not self._start_next()
-        if buffer is None:
-            return Staged(self.buffers[0], lines)
-        while waiting and not self.staging.copies.done(buffer):
-            time.sleep(POLL_S)
-            waiting = not self._start_next()
-        self.staging.copies.wait(buffer)
-        return Staged(self.buffers[buffer], lines)
+    def groups(self, layer: int, num_tokens: int, following: tuple[int, int] | None) -> Iterator[Staged]:
+        if not self._planned:
+            self._plan(layer, num_tokens)
+        planned, left = self._planned.popleft()
+        assert planned == layer
+        if following is not None:
+            self._plan(*following)
+        for _ in range(left):
+            yield self._next()
+        self.go_on()
 
     def started(self, result: Any) -> None:
-        if self._taken is not None:
-            self._readers[self._taken] = result
-        if not self._start_next():
-            jax.block_until_ready(self._readers[self._turn])
-            self._start_next()
+        self._readers[self._taken] = result
+        self.go_on()
+
+    def go_on(self) -> None:
+        while self._queue and self._start_one():
+            pass
 
     def close(self) -> None:
         """Wait for what is on its way and free the buffers."""
@@ -137,49 +157,70 @@ class Stager:
         for array in self.buffers:
             array.delete()
 
-    def _start_next(self) -> bool:
-        """Start the copies that are asked for, if their buffer is free; returns whether none are left to start."""
-        if self._next is None:
-            return True
-        reader = self._readers[self._turn]
-        if reader is not None and not reader.is_ready():
+    def _next(self) -> Staged:
+        """Wait for the next group; meanwhile copies go on."""
+        copies = self.staging.copies
+        while not self._under_way:
+            if not self._start_one():
+                jax.block_until_ready(self._readers[self._turn])
+        buffer, group = self._under_way[0]
+        self.go_on()
+        while self._queue and not copies.done(buffer):
+            time.sleep(POLL_S)
+            self.go_on()
+        copies.wait(buffer)
+        self._under_way.popleft()
+        self._taken = buffer
+        lines = np.full(self.engine.geometry.num_experts, -1, np.int32)
+        lines[group.experts] = self._expert_lines(group.layer) * np.arange(len(group.experts))
+        return Staged(self.buffers[buffer], lines)
+
+    def _start_one(self) -> bool:
+        """Start the copies of the group that comes next, if its buffer is free; returns whether it was."""
+        buffer, reader = self._turn, self._readers[self._turn]
+        if any(number == buffer for number, _ in self._under_way) or not (reader is None or reader.is_ready()):
             return False
-        (layer, num_tokens), self._next = self._next, None
-        experts, lines = self._choose(layer, num_tokens)
-        if len(experts):
-            blob_bytes = self.engine.banks[layer].blobs.shape[1] * WORD_BYTES
-            target, source = address(self.buffers[self._turn]), self.staging.sources[layer]
-            runs = copy_runs(experts, target, source, blob_bytes)
-            self.staging.copies.start(self._turn, runs)
-            self.copied = self.copied[0] + len(experts) * blob_bytes, self.copied[1] + len(experts)
-            self._arriving[layer] = self._turn, lines
-            self._turn = (self._turn + 1) % NUM_BUFFERS
+        group = self._queue.popleft()
+        blob_bytes = self._blob_bytes(group.layer)
+        target, source = address(self.buffers[buffer]), self.staging.sources[group.layer]
+        self.staging.copies.start(buffer, copy_runs(group.experts, target, source, blob_bytes))
+        self.copied = self.copied[0] + len(group.experts) * blob_bytes, self.copied[1] + len(group.experts)
+        self._readers[buffer] = None
+        self._under_way.append((buffer, group))
+        self._turn = (buffer + 1) % NUM_BUFFERS
         return True
 
-    def _choose(self, layer: int, num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The experts of a block to copy, and the line where each of its experts will start, -1 = nowhere."""
+    def _plan(self, layer: int, num_tokens: int) -> None:
+        """Queue the groups of a block."""
         engine, staging = self.engine, self.staging
-        residency, num_used = engine.residency, engine.geometry.num_experts_used
-        each = expert_lines(engine.banks[layer].blobs.shape[1] * WORD_BYTES)
-        reads = expected_reads(staging.uses[layer], staging.num_tokens, num_tokens, num_used)
-        experts = choose_staged(~residency.resident(layer), reads, self.buffers[0].shape[0] // each)
-        lines = np.full(engine.geometry.num_experts, -1, np.int32)
-        lines[experts] = each * np.arange(len(experts))
-        return experts, lines
+        reads = expected_reads(staging.uses[layer], staging.num_tokens, num_tokens, engine.geometry.num_experts_used)
+        experts = choose_staged(~engine.residency.resident(layer), reads)
+        found = groups_of(experts, self.buffers[0].shape[0] // self._expert_lines(layer))
+        self._queue.extend(Group(layer, group) for group in found)
+        self._planned.append((layer, len(found)))
+
+    def _blob_bytes(self, layer: int) -> int:
+        return self.engine.banks[layer].blobs.shape[1] * WORD_BYTES
+
+    def _expert_lines(self, layer: int) -> int:
+        return expert_lines(self._blob_bytes(layer))
 
 
 @dataclass(frozen=True)
 class StageShapes:
-    """Staged experts by their shapes alone, to compile programs."""
+    """A group by its shapes alone, to compile programs."""
 
     num_lines: int
     num_experts: int
 
-    def take(self, layer: int, following: int | None, num_tokens: int) -> Staged:
+    def groups(self, layer: int, num_tokens: int, following: tuple[int, int] | None) -> Iterator[Staged]:
         words: Any = jax.ShapeDtypeStruct((self.num_lines, LINE_WORDS), jnp.uint32)
-        return Staged(words, np.full(self.num_experts, -1, np.int32))
+        yield Staged(words, np.full(self.num_experts, -1, np.int32))
 
     def started(self, result: Any) -> None:
+        return
+
+    def go_on(self) -> None:
         return
 
 

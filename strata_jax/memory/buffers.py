@@ -3,6 +3,9 @@
 Parts of a block run one after the other and share memory, so a phase is charged the terms that live throughout and
 those of its largest part. The terms follow the reference engine (``engine/``); XLA may fuse some away. Letters: T rows
 of the program, C streams, E width, B index blocks, K experts per token, F expert width, V vocabulary.
+With kernels the largest part of a chunk is the draft block (`draft inputs`): with its streams beside the trunk's XLA
+counts 124.0 MB at T 512, 429.3 at 2,048 and 1,551.6 at 8,192 (one H200, jax 0.11.2, compiled without it), where its
+terms and the input and output that live throughout give 170.5, 485.0 and 1,743.3.
 Measured 2026-11 with XLA on a CPU, 512 rows of the real widths in F32, 65,536 cells: GDN 88 MiB (here 88), attention
 187 (here 271: keys and values are gathered one after the other there), experts 69 (here 87).
 """
@@ -64,7 +67,8 @@ def prompt_buffers(sizes: ModelSizes, chunk_tokens: int, cells: Cells, *, with_d
     """Return the entries of the prefill phase for chunks of `chunk_tokens`, padded as the programs pad them."""
     rows = padded_chunk(chunk_tokens)
     parts = prompt_parts(sizes, rows, cells, with_draft=with_draft, logits_rows=rows if all_logits else 1)
-    entries = _entries(Phase.PREFILL, Owner.PROMPT_BUFFERS, _throughout(sizes, rows), parts)
+    throughout = _throughout(sizes, rows, by_kernels=_chunk_by_kernels(sizes, rows, cells, with_draft=with_draft))
+    entries = _entries(Phase.PREFILL, Owner.PROMPT_BUFFERS, throughout, parts)
     need = stage_need(sizes, with_draft=with_draft, expert_kernels=cells.expert_kernels)
     if not cells.stage_bytes or not need.stages(rows):
         return entries
@@ -92,7 +96,9 @@ def decode_buffers(sizes: ModelSizes, window_tokens: int, cells: Cells, *, with_
     parts["sampling"] = (
         Term("logits and sampling", 6 * rows * g.vocab_size * F32_BYTES, f"6 x T {rows} x V {g.vocab_size:,} x 4 B"),
     )
-    return _entries(Phase.DECODE, Owner.DECODE_BUFFERS, (*_throughout(sizes, rows), kept, state), parts)
+    return _entries(
+        Phase.DECODE, Owner.DECODE_BUFFERS, (*_throughout(sizes, rows, by_kernels=False), kept, state), parts
+    )
 
 
 def prompt_parts(
@@ -108,19 +114,27 @@ def prompt_parts(
     if any(by_kernel):
         width = max(width for width, used in zip(g.expert_width, by_kernel) if used)
         parts["experts by kernels"] = _kernel_terms(sizes, rows, width)
+    in_chunks = _chunk_by_kernels(sizes, rows, cells, with_draft=with_draft)
+    if in_chunks:
+        parts["product"] = product
     if g.recurrent_layers:
-        parts["GDN"] = (*_gdn_terms(sizes, rows), *product)
+        parts["GDN"] = _gdn_kernel_terms(sizes, rows) if in_chunks else (*_gdn_terms(sizes, rows), *product)
     ratios = {g.compress_ratio[i] for i in sizes.attention_layers(with_draft)}
     for ratio in sorted(ratios):
         name = f"sparse attention {ratio}" if ratio else "dense attention"
         by_kernels = cells.expert_kernels and attention_problem(g, ratio, cells.kv_type) is None
         terms = _attention_kernel_terms if by_kernels else _attention_terms
         parts[name] = (*terms(sizes, rows, cells, ratio), *product)
+        if in_chunks and with_draft:
+            width = g.num_streams * g.embed_width
+            rule = f"T {rows} x C*E {width:,} x 4 B"
+            parts[name] += (Term("the trunk's streams, in the draft block", rows * width * F32_BYTES, rule),)
     if g.ple_layer is not None:
         parts["n-gram table"] = (*_table_terms(sizes, rows), *product)
     if with_draft:
         width = g.num_streams * g.embed_width
-        joined = Term("draft inputs", rows * 3 * width * F32_BYTES, f"T {rows} x 3 x C*E {width:,} x 4 B")
+        times = 4 if in_chunks else 3  # its streams come beside the trunk's
+        joined = Term("draft inputs", rows * times * width * F32_BYTES, f"T {rows} x {times} x C*E {width:,} x 4 B")
         parts["draft inputs"] = (joined, *product)
     return parts
 
@@ -137,16 +151,26 @@ def _entries(phase: Phase, owner: Owner, throughout: tuple[Term, ...], parts: di
     return tuple(entries)
 
 
-def _throughout(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
+def _chunk_by_kernels(sizes: ModelSizes, rows: int, cells: Cells, *, with_draft: bool) -> bool:
+    """Whether these are the programs of a prompt chunk with kernels, whose temporaries XLA was asked for."""
+    by_kernel = kernel_layers(sizes.geometry, sizes.blocks(with_draft))
+    return cells.expert_kernels and rows > MAX_WINDOW_TOKENS and all(by_kernel)
+
+
+def _throughout(sizes: ModelSizes, rows: int, *, by_kernels: bool) -> tuple[Term, ...]:
+    """What lives in all parts; in a chunk by kernels the streams are written in place, and parts count their mixers."""
     g = sizes.geometry
     width = g.num_streams * g.embed_width
     shape = f"T {rows} x C {g.num_streams} x E {g.embed_width:,} x 4 B"
+    ends = Term(
+        "mixer: input and output", 2 * rows * g.embed_width * F32_BYTES, f"2 x T {rows} x E {g.embed_width:,} x 4 B"
+    )
+    if by_kernels:
+        return Term("residual streams", rows * width * F32_BYTES, shape), ends
     return (
         Term("residual streams", 2 * rows * width * F32_BYTES, f"2 x {shape}"),
         Term("mixer: normed streams and gates", 2 * rows * width * F32_BYTES, f"2 x {shape}"),
-        Term(
-            "mixer: input and output", 2 * rows * g.embed_width * F32_BYTES, f"2 x T {rows} x E {g.embed_width:,} x 4 B"
-        ),
+        ends,
     )
 
 
@@ -174,6 +198,18 @@ def _gdn_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
     per_token = 2 * channels + 4 * values
     rule = f"T {rows} x (2 x {channels:,} channels + 4 x {values:,} values) x 4 B"
     return (Term("projections and outputs", rows * per_token * F32_BYTES, rule),)
+
+
+def _gdn_kernel_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
+    """Temporaries of a GDN block of a chunk by kernels, mixers and products included.
+
+    XLA's own count for one H200 with jax 0.11.2, compiled without the device: T 512: 76.2 MB (here 79.7), T 2,048:
+    308.1 (318.8), T 8,192: 977.9 (1,275.1).
+    """
+    g = sizes.geometry
+    channels, values = gdn_channels(g), g.gdn_value_heads * g.gdn_head_dim
+    rule = f"T {rows} x (2 x {channels:,} channels + 3 x {values:,} values) x 4 B"
+    return (Term("projections and outputs", rows * (2 * channels + 3 * values) * F32_BYTES, rule),)
 
 
 def _attention_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> tuple[Term, ...]:

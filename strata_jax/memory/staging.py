@@ -1,8 +1,8 @@
 """Experts that are copied ahead of the prompt chunk that needs them: how large the buffers are, who goes there. Pure.
 
-While a block is computed, the link to host memory is free for missing experts of the next one (`engine/staging.py`).
-There are two buffers: a block reads one while the other is filled. An expert that is not staged is read in place by the
-kernels: the link moves its bytes once for every tile of its rows, and nothing else is computed meanwhile.
+While blocks are computed, the link to host memory is free for the experts that they miss (`engine/staging.py`). There
+are two buffers: the experts in one are computed while the other is filled. An expert that is not staged is read in
+place by the kernels: the link moves its bytes once for every tile of its rows, and nothing else is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ LINE_BYTES = 512  # experts start at whole lines of 128 words
 NUM_BUFFERS = 2
 MIN_MEAN_ROWS = 4  # rows of an expert, on average, below which chunks use too few experts to copy any unasked
 MIN_READS = 0.75  # expected reads of an expert in place that pay for copying it for sure
+MIN_GROUP = 8  # experts of a buffer below which auto has none: every group is a program to start
 AUTO_SHARE = 8  # auto takes at most this part of what expert slots could have
 UNSEEN_USES = 0.25  # counted for every expert: one that nobody has used yet may still be used
 
@@ -102,7 +103,7 @@ def choose_stage_bytes(
     resident = max(0, room_bytes - share) if num_slots is None else num_slots * need.expert_bytes
     missing = max(0, need.layer_bytes - resident // need.num_blocks)
     most = min(NUM_BUFFERS * missing, share)
-    return NUM_BUFFERS * buffer_lines(most) * LINE_BYTES if most >= least else 0
+    return NUM_BUFFERS * buffer_lines(most) * LINE_BYTES if most >= MIN_GROUP * least else 0
 
 
 def expected_reads(uses: NDArray[np.float64], num_tokens: float, chunk_tokens: int, num_used: int
@@ -119,13 +120,15 @@ def expected_reads(uses: NDArray[np.float64], num_tokens: float, chunk_tokens: i
     return np.maximum(any_row, rows / MAX_GROUP_ROWS)
 
 
-def choose_staged(missing: NDArray[np.bool_], reads: NDArray[np.float64], most: int) -> NDArray[np.int64]:
-    """Return the experts to stage, ascending: those missing ones whose reads in place would cost most.
+def choose_staged(missing: NDArray[np.bool_], reads: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the experts to stage, ascending: those missing ones that are likely enough to be read.
 
     Args:
         missing: bool[X], experts that are not resident. reads: f64[X], as of `expected_reads`.
-        most: how many a buffer holds.
     """
-    wanted = np.flatnonzero(missing & (reads >= MIN_READS))
-    ranked = wanted[np.argsort(-reads[wanted], kind="stable")]
-    return np.sort(ranked[:most])
+    return np.flatnonzero(missing & (reads >= MIN_READS))
+
+
+def groups_of(experts: NDArray[np.int64], most: int) -> list[NDArray[np.int64]]:
+    """Cut experts into as few groups as can be, alike in size, of ``most`` at most: what a buffer holds."""
+    return np.array_split(experts, -(-len(experts) // most)) if len(experts) else []

@@ -66,9 +66,9 @@ class Noted(Stager):
         super().__init__(*args)
         self.asked: list[tuple[int, int]] = []
 
-    def _choose(self, layer: int, num_tokens: int) -> Any:
+    def _plan(self, layer: int, num_tokens: int) -> None:
         self.asked.append((layer, num_tokens))
-        return super()._choose(layer, num_tokens)
+        super()._plan(layer, num_tokens)
 
 
 def read(engine: Engine, monkeypatch: pytest.MonkeyPatch, copies: Any = None) -> tuple[np.ndarray, list[Noted]]:
@@ -100,9 +100,8 @@ def test_a_prompt_gives_the_same_bits_whatever_is_staged(engine: Engine, monkeyp
     # programs that were compiled from shapes are the ones that run
     assert {key[0] for key in set(engine.programs.compiled) - compiled} == {"head"}
     num_bytes, experts = stager.copied
-    # block 0 of the first chunk comes too early
-    assert stager.asked == [(1, CHUNK), (0, CHUNK), (1, CHUNK), (0, 9), (1, 9)]
-    assert 3 < experts <= 3 * 5
+    assert stager.asked == [(0, CHUNK), (1, CHUNK), (0, CHUNK), (1, CHUNK), (0, 9), (1, 9)]
+    assert 3 * 6 < experts <= EXPERTS // 2 * 6  # more groups than blocks
     assert num_bytes == experts * engine.banks[0].blobs[0].nbytes
     assert all(buffer.is_deleted() for buffer in stager.buffers)
     assert engine.staging is not None
@@ -129,9 +128,14 @@ def test_any_experts_may_be_staged(engine: Engine) -> None:
     weights = jnp.full(ids.shape, 1 / g.num_experts_used, jnp.float32)
     pages, words = engine.tables.expert_pages(0), np.asarray(bank.blobs)
     each = expert_lines(words[0].nbytes)
-    run = jax.jit(lambda *staged: expert_kernels.chunk(
-        u, ids, weights, engine.arrays, bank.blobs, pages, layout, (staged,)
-    ))  # fmt: skip
+
+    @jax.jit
+    def run(buffer: jax.Array, lines: jax.Array) -> jax.Array:
+        rows = expert_kernels.start_rows(u, ids, engine.arrays, pages, layout)
+        rows = expert_kernels.add_rows(rows, u, buffer, lines, layout)
+        rows = expert_kernels.add_rows(rows, u, bank.blobs, jnp.arange(EXPERTS), layout)
+        return expert_kernels.sum_rows(rows, weights)
+
     expected = None
     for subset in ([], [EXPERTS - 1], [1, 9, 12], list(range(EXPERTS))):
         buffer = np.full((EXPERTS * each, 128), 0xFFFFFFFF, np.uint32)
@@ -212,35 +216,45 @@ class Result:
     ("looks", "expected"),
     [
         # programs are shorter than copies: the next copies start before the last ones have arrived
-        (2, ["copy to 0", "program 0", "copy to 1", "arrived in 0", "program 1", "copy to 0", "arrived in 1",
-             "program 2", "arrived in 0", "program 3"]),
+        (2, ["copy to 0", "copy to 1", "arrived in 0", "program 0.0", "copy to 0", "arrived in 1", "program 0.1",
+             "copy to 1", "arrived in 0", "program 0.2", "copy to 0", "arrived in 1", "program 1.0",
+             "copy to 1", "arrived in 0", "program 2.0", "copy to 0", "arrived in 1", "program 2.1",
+             "arrived in 0", "program 2.2"]),
         # longer: a program is queued behind the running one before the next copies may start
-        (9, ["copy to 0", "program 0", "copy to 1", "arrived in 0", "program 1", "arrived in 1", "program 2",
-             "copy to 0", "arrived in 0", "program 3"]),
+        (9, ["copy to 0", "copy to 1", "arrived in 0", "program 0.0", "arrived in 1", "program 0.1",
+             "copy to 0", "arrived in 0", "program 0.2", "copy to 1", "arrived in 1", "program 1.0",
+             "copy to 0", "arrived in 0", "program 2.0", "copy to 1", "arrived in 1", "program 2.1",
+             "copy to 0", "arrived in 0", "program 2.2"]),
     ],
 )  # fmt: skip
 def test_copies_wait_for_the_program_that_reads_their_buffer_and_programs_for_their_copies(
     looks: int, expected: list[str]
 ) -> None:
+    """Three blocks that miss 16, 6 and 16 experts, buffers of 6."""
     log: list[str] = []
     blobs = jnp.zeros((EXPERTS, 128), jnp.uint32)
+    here = [0, 10, 0]
     model: Any = SimpleNamespace(
         geometry=SimpleNamespace(num_experts=EXPERTS, num_experts_used=4),
-        residency=SimpleNamespace(resident=lambda layer: np.zeros(EXPERTS, bool)),
-        banks=[LayerBank(blobs, None, 1)] * 4,
+        residency=SimpleNamespace(resident=lambda layer: np.arange(EXPERTS) < here[layer]),
+        banks=[LayerBank(blobs, None, 1)] * 3,
     )
     copies = Log(log)
-    buffers = tuple(jnp.zeros((8, 128), jnp.uint32) for _ in range(2))
-    stager = Stager(model, Staging(copies, dict.fromkeys(range(4), 0), np.zeros((4, EXPERTS))), buffers)
-    for layer in range(4):
-        staged = stager.take(layer, layer + 1 if layer < 3 else None, CHUNK)
-        assert (staged.lines >= 0).sum() == (8 if layer else 0)
-        if layer:
-            assert staged.words is buffers[(layer - 1) % 2]
-            assert (layer - 1) % 2 not in copies.under_way
-        log.append(f"program {layer}")
-        stager.started(Result(looks))
+    buffers = tuple(jnp.zeros((6, 128), jnp.uint32) for _ in range(2))
+    stager = Stager(model, Staging(copies, dict.fromkeys(range(3), 0), np.zeros((3, EXPERTS))), buffers)
+    for layer, following in ((0, (1, CHUNK)), (1, (2, CHUNK)), (2, None)):
+        computed: list[int] = []
+        for number, staged in enumerate(stager.groups(layer, CHUNK, following)):
+            [buffer] = [i for i, array in enumerate(buffers) if array is staged.words]
+            assert buffer not in copies.under_way
+            experts = np.flatnonzero(staged.lines >= 0)
+            assert staged.lines[experts].tolist() == list(range(len(experts)))
+            computed += experts.tolist()
+            log.append(f"program {layer}.{number}")
+            stager.started(Result(looks))
+        assert computed == list(range(here[layer], EXPERTS))
     assert log == expected
+    assert stager.copied == (38 * 512, 38)
     stager.close()
     assert not copies.under_way
     assert all(buffer.is_deleted() for buffer in buffers)
@@ -251,8 +265,8 @@ def test_buffers_are_freed_when_a_prompt_fails(engine: Engine, monkeypatch: pyte
     engine.staging = replace(Staging.of(engine.banks), copies=copies)
     with suppress(RuntimeError), staged_prompt(engine, [CHUNK]) as stager:
         assert stager is not None
-        stager.take(0, 1, CHUNK)
-        assert copies.under_way == {0}
+        next(stager.groups(0, CHUNK, None))
+        assert copies.under_way == {1}
         raise RuntimeError("failed")
     assert stager is not None
     assert all(buffer.is_deleted() for buffer in stager.buffers)

@@ -43,7 +43,8 @@ def test_temporaries_of_products() -> None:
     cells = Cells(4096, 16, 1088, expert_kernels=True)
 
     def terms(rows: int, cells: Cells, *, with_draft: bool = True) -> dict[str, int]:
-        part = prompt_parts(SIZES, rows, cells, with_draft=with_draft, logits_rows=1)["GDN"]
+        parts = prompt_parts(SIZES, rows, cells, with_draft=with_draft, logits_rows=1)
+        part = parts.get("product", parts["GDN"])
         return {term.item: term.num_bytes for term in part if term.item != "projections and outputs"}
 
     stored = {"decoded matrix": PROJECT * 5}

@@ -15,11 +15,13 @@ from strata_jax.memory.request import MovingMemory, Origin, PlanRequest
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.memory.staging import (
     LINE_BYTES,
+    MIN_GROUP,
     MIN_READS,
     StageNeed,
     choose_stage_bytes,
     choose_staged,
     expected_reads,
+    groups_of,
 )
 from strata_jax.presets import preset_geometry
 
@@ -29,13 +31,15 @@ BLOB = max(model_sizes(MODEL).blobs)
 CARD = PlanRequest(context_cells=8192, chunk_tokens=2048, expert_kernels=True, device_budget_bytes=24 * GIB)
 
 
-def test_missing_experts_that_would_be_read_most_are_staged() -> None:
+def test_missing_experts_that_would_be_read_are_staged_in_groups() -> None:
     missing = np.array([True, True, False, True, True, True])
     reads = np.array([0.9, 2.0, 3.0, MIN_READS, 1.0, MIN_READS - 0.01])
-    assert choose_staged(missing, reads, 9).tolist() == [0, 1, 3, 4]
-    assert choose_staged(missing, reads, 2).tolist() == [1, 4]
-    assert choose_staged(missing, reads, 0).tolist() == []
-    assert choose_staged(~missing, reads, 9).tolist() == [2]
+    assert choose_staged(missing, reads).tolist() == [0, 1, 3, 4]
+    assert choose_staged(~missing, reads).tolist() == [2]
+    assert [group.tolist() for group in groups_of(np.array([0, 1, 3, 4, 8]), 2)] == [[0, 1], [3, 4], [8]]
+    assert [len(group) for group in groups_of(np.arange(13), 6)] == [5, 4, 4]
+    assert [len(group) for group in groups_of(np.arange(12), 6)] == [6, 6]
+    assert groups_of(np.arange(0), 6) == []
 
 
 def test_reads_follow_what_was_used_and_grow_with_the_chunk() -> None:
@@ -56,8 +60,9 @@ def test_auto_takes_a_part_of_what_is_left_and_at_most_what_two_blocks_miss() ->
     assert choose_stage_bytes(None, need, 3_200_000, 400) == 2 * (90_000 // LINE_BYTES) * LINE_BYTES
     assert choose_stage_bytes(None, need, 10_000_000) == 0  # nothing is missing
     assert choose_stage_bytes(None, need, 800_000) == 2 * (50_000 // LINE_BYTES) * LINE_BYTES
-    assert choose_stage_bytes(None, need, 8 * 2047) == 0  # not one expert in each buffer
-    assert choose_stage_bytes(None, need, 8 * 2048) == 4 * LINE_BYTES
+    least = MIN_GROUP * 2 * 2 * LINE_BYTES  # eight experts of two lines in each buffer
+    assert choose_stage_bytes(None, need, 8 * least - 1) == 0
+    assert choose_stage_bytes(None, need, 8 * least) == least
     assert choose_stage_bytes(None, need, None) == choose_stage_bytes(0, need, 10**9) == 0
     assert choose_stage_bytes(None, replace(need, expert_bytes=0), 10**9) == 0
     assert [need.stages(tokens) for tokens in (199, 200)] == [False, True]
@@ -99,8 +104,8 @@ def test_short_chunks_and_other_memories_stage_nothing() -> None:
     ] == [0, 1]
     # what fits without staging fits with auto
     _, needed = plan(MODEL, replace(CARD, expert_slots=0, stage_bytes=0)).ledger.peak(Memory.DEVICE)
-    for more, stages in ((0, False), (7, False), (9, True)):  # an eighth of them has to hold two experts
-        budget = needed + more * 2 * BLOB
+    for more, stages in ((0, False), (7, False), (9, True)):  # an eighth of them has to hold two groups
+        budget = needed + more * 2 * MIN_GROUP * BLOB
         made = plan(MODEL, replace(CARD, device_budget_bytes=budget, expert_slots=0))
         assert (made.stage_bytes > 0) is stages
 
