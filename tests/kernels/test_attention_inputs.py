@@ -15,6 +15,7 @@ from strata_jax.kernels.attention_inputs.packing import pack, values_at
 from strata_jax.kernels.kv_codec import encode_k
 from strata_jax.kv_types import SIDES, cell_bytes
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend:DeprecationWarning")
 
@@ -45,7 +46,7 @@ class Case:
         self.keys = np.full((CELLS // RATIO + 1, INDEX), np.nan, np.float32)
 
     def __call__(self, backend: str) -> AttentionInputs:
-        call = partial(attention_inputs, shape=self.shape, backend=backend, interpret=True)
+        call = partial(attention_inputs, shape=self.shape, backend=backend, interpret=INTERPRET)
         args = self.projected, self.norms, self.tail, self.pages, self.start, self.count, self.arena, self.keys
         return jax.tree.map(np.asarray, jax.jit(call)(*args))
 

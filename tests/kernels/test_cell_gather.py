@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from strata_jax.kernels.cell_gather import gather_runs, triton
+from tests.kernels.place import INTERPRET
 
 NUM_PAGES, NUM_ROWS, WORDS = 7, 9, 300
 POISON = np.uint32(0xFFFFFFFF)
@@ -43,7 +44,7 @@ def test_every_run_comes_from_where_the_table_says(shape: tuple[int, ...], num_w
     found = (
         gather_runs(*given, num_words, implementation="reference")
         if kernel == "reference"
-        else triton.gather_runs(*given, num_words, interpret=True)
+        else triton.gather_runs(*given, num_words, interpret=INTERPRET)
     )
     np.testing.assert_array_equal(found, expected(*args, num_words))
 
@@ -59,7 +60,7 @@ def test_nothing_else_is_returned(kernel: str) -> None:
         (only_arena[p] if p >= 0 else only_store[r])[f : f + 37] = (arena[p] if p >= 0 else store[r])[f : f + 37]
     given = tuple(map(jnp.asarray, (only_arena, only_store, page, row, first)))
     read = gather_runs if kernel == "reference" else triton.gather_runs
-    options = {"implementation": "reference"} if kernel == "reference" else {"interpret": True}
+    options = {"implementation": "reference"} if kernel == "reference" else {"interpret": INTERPRET}
     np.testing.assert_array_equal(read(*given, 37, **options), clean)  # type: ignore[operator]
 
 

@@ -27,6 +27,7 @@ from strata_jax.kernels.expert_gemv import (
 from strata_jax.kernels.expert_gemv.blocks import DEFAULT, blocks_for
 from strata_jax.kernels.expert_gemv.vectors import VectorRows, down_rows, input_rows
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 from tests.kernels.test_dequant import gguf_py
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
@@ -53,7 +54,7 @@ def random_packed(type_name: str, rows: int, cols: int, rng: np.random.Generator
 
 @functools.cache
 def compiled(layout: ExpertLayout, backend: str):
-    call = functools.partial(expert_gemv, layout=layout, backend=backend, blocks=BLOCKS, interpret=True)
+    call = functools.partial(expert_gemv, layout=layout, backend=backend, blocks=BLOCKS, interpret=INTERPRET)
     return jax.jit(call, compiler_options=FAST)
 
 
@@ -147,7 +148,7 @@ def test_rows_of_no_pair_stay_unwritten():
     def down(h, ids):
         x = pack_input(h, down_rows(case.layout))
         operands = (plan_window(ids, case.pages), case.arrays, case.bank, case.pages, case.layout, BLOCKS.down)
-        return triton.down(x, *operands, max_tokens=4, interpret=True)
+        return triton.down(x, *operands, max_tokens=4, interpret=INTERPRET)
 
     got = np.asarray(jax.jit(down, compiler_options=FAST)(h, np.asarray([[4], [4], [4], [X]], np.int32)))
     assert_close(got[:3], h[:3] @ gguf_py(case.parts[4][2], "Q2_0").T)

@@ -13,6 +13,7 @@ import pytest
 from strata_jax.kernels.gdn_chunks import chunk_problem, gdn_chunks
 from strata_jax.presets import model_geometry
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
 KEY_HEADS, VALUE_HEADS, HEAD, CHUNK, T = 2, 4, 128, 16, 48
@@ -50,7 +51,7 @@ def recurrence(q: Any, k: Any, v: Any, log_a: Any, beta: Any, memory: Any) -> tu
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_prompt_is_the_recurrence_up_to_its_count(backend: str) -> None:
     run = jax.jit(
-        lambda *args: gdn_chunks(*args, chunk=CHUNK, backend=backend, interpret=True), compiler_options=FAST
+        lambda *args: gdn_chunks(*args, chunk=CHUNK, backend=backend, interpret=INTERPRET), compiler_options=FAST
     )  # fmt: skip
     for hard in (False, True):
         given = inputs(hard=hard)

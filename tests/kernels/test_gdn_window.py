@@ -17,6 +17,7 @@ from strata_jax.kernels.gdn_window import GdnVectors, WindowRows, gdn_advance, g
 from strata_jax.presets import model_geometry
 from tests.engine.test_gdn import CASES, CHANNELS, HEAD, KEY_HEADS, TAPS, VALUE_HEADS, WIDTH, inputs, make, recurrence
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
 EPS = 1e-6
@@ -36,7 +37,9 @@ def vectors(w: gdn.GdnWeights) -> GdnVectors:
 def run_window(backend: str) -> Any:
     def run(u: jax.Array, w: gdn.GdnWeights, state: gdn.GdnState) -> tuple[jax.Array, WindowRows]:
         products = (linear(u, part) for part in (w.qkv, w.gate, w.alpha, w.beta))
-        out, rows = gdn_window(*products, vectors(w), state.memory, state.conv, EPS, backend=backend, interpret=True)
+        out, rows = gdn_window(
+            *products, vectors(w), state.memory, state.conv, EPS, backend=backend, interpret=INTERPRET
+        )
         return linear(out, w.out), rows
 
     return jax.jit(run, compiler_options=FAST)
@@ -45,7 +48,7 @@ def run_window(backend: str) -> Any:
 @cache
 def run_advance(backend: str) -> Any:
     def run(state: gdn.GdnState, rows: WindowRows, count: jax.Array) -> gdn.GdnState:
-        return gdn.GdnState(*gdn_advance(state.memory, state.conv, rows, count, backend=backend, interpret=True))
+        return gdn.GdnState(*gdn_advance(state.memory, state.conv, rows, count, backend=backend, interpret=INTERPRET))
 
     return jax.jit(run, compiler_options=FAST)
 

@@ -25,6 +25,7 @@ from strata_jax.kernels.grouped_matmul import (
 from strata_jax.kernels.planes import decode_planes
 from strata_jax.kernels.quant_matmul import PlanePart
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 from tests.kernels.test_quant_matmul import random_words, rel_err
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend:DeprecationWarning")
@@ -130,8 +131,8 @@ def test_kernels_fill_the_rows_of_their_experts_and_no_others(gate_type, down_ty
     tiles = tile_map(pairs, blocks.rows)
     h = jnp.full((num_rows, EXPERT_WIDTH), 7, jnp.bfloat16)
     operands = (tiles, case.arrays[1], lines)
-    h = triton.swiglu(case.u, pairs.token_of, *operands, (parts[0], parts[1]), h, blocks, interpret=True)
-    y = triton.down(h, *operands, parts[2], jnp.full((num_rows, WIDTH), 7, jnp.float32), blocks, interpret=True)
+    h = triton.swiglu(case.u, pairs.token_of, *operands, (parts[0], parts[1]), h, blocks, interpret=INTERPRET)
+    y = triton.down(h, *operands, parts[2], jnp.full((num_rows, WIDTH), 7, jnp.float32), blocks, interpret=INTERPRET)
     by_row = np.append(np.sort(case.ids.reshape(-1)), np.full(blocks.rows, NUM_EXPERTS))
     others = ~np.isin(by_row, chosen)
     h, y = np.asarray(h, np.float64), np.asarray(y)

@@ -9,6 +9,7 @@ import pytest
 
 from strata_jax.kernels.index_select import Blocks, best_blocks, index_scores
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend:DeprecationWarning")
 
@@ -23,7 +24,7 @@ def test_scores_equal_float64_before_the_last_block_that_a_token_sees() -> None:
     seen = np.array([0, 17, 52], np.int32)
     keys[52:] = np.nan
     expected = np.maximum(np.einsum("thd,bd->thb", q.astype(np.float64), keys), 0).sum(1)
-    for options in ({"backend": "reference"}, {"backend": "triton", "blocks": SMALL, "interpret": True}):
+    for options in ({"backend": "reference"}, {"backend": "triton", "blocks": SMALL, "interpret": INTERPRET}):
         found = np.asarray(index_scores(*map(jnp.asarray, (q, keys, seen)), **options))
         for row, sees in enumerate(seen):
             np.testing.assert_allclose(found[row, :sees], expected[row, :sees], rtol=0, atol=2e-5)
@@ -60,7 +61,7 @@ def chosen(scores: np.ndarray, seen: np.ndarray, kept: int) -> np.ndarray:
 @pytest.mark.parametrize("kernel", [False, True], ids=["reference", "interpreted"])
 def test_the_choice_is_exact_and_ascending(kernel: bool) -> None:
     scores, seen = rows()
-    options = {"backend": "triton", "blocks": SMALL, "interpret": True} if kernel else {"backend": "reference"}
+    options = {"backend": "triton", "blocks": SMALL, "interpret": INTERPRET} if kernel else {"backend": "reference"}
     found = best_blocks(jnp.asarray(scores), jnp.asarray(seen), KEPT, **options)
     np.testing.assert_array_equal(found, chosen(scores, seen, KEPT))
     narrow = best_blocks(jnp.asarray(scores[:3, :5]), jnp.asarray([5, 4, 0], jnp.int32), KEPT, **options)

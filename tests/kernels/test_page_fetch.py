@@ -13,12 +13,13 @@ import pytest
 
 from strata_jax.kernels.page_fetch import fetch_pages, triton
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 
 EXPERTS, PAGE_WORDS = 6, 48
 POISON = np.uint32(0xFFFFFFFF)
 KERNELS = {
     "reference": partial(fetch_pages, backend="reference"),
-    "interpreted": partial(fetch_pages, backend="triton", interpret=True),
+    "interpreted": partial(fetch_pages, backend="triton", interpret=INTERPRET),
 }
 
 

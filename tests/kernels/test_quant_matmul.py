@@ -16,6 +16,7 @@ from strata_jax.kernels.quant_matmul import triton as kernels
 from strata_jax.kernels.quant_matmul.blocks import GemvBlocks, GemvLaunch, choose_gemv_launch, choose_matmul_blocks
 from strata_jax.kernels.quant_matmul.tiles import row_loader, weight_tile
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend:DeprecationWarning")
 ROWS, COLS = 256, 1024
@@ -69,13 +70,13 @@ def test_many_rows(rows):
     x = jnp.asarray(rows_of_x(128, 256), jnp.bfloat16)
     blocks = MatmulBlocks(rows, LaunchBlocks(64, 4))
     two = jnp.asarray(np.stack([np.zeros_like(words), words]))
-    got = kernels.matmul(x, two, jnp.ones(1, jnp.int32), PlanePart(layout), blocks, interpret=True)
+    got = kernels.matmul(x, two, jnp.ones(1, jnp.int32), PlanePart(layout), blocks, interpret=INTERPRET)
     assert rel_err(got, np.asarray(x, np.float64) @ weights.T) < 5e-3
 
 
 def test_a_matrix_is_decoded_whole_and_rounded_once():
     layout, words, weights = matrix("Q5_K", 192, 256)  # three tiles of 64 rows
-    op = functools.partial(kernels.decode, layout=layout, blocks=LaunchBlocks(32, 4), interpret=True)
+    op = functools.partial(kernels.decode, layout=layout, blocks=LaunchBlocks(32, 4), interpret=INTERPRET)
     got = jax.jit(op, compiler_options=FAST)(words)
     np.testing.assert_array_equal(np.asarray(got, np.float32), jnp.asarray(weights, jnp.float32).astype(jnp.bfloat16))
 
@@ -90,7 +91,7 @@ def test_few_rows_are_exact_to_float32():
     )  # fmt: skip
     layouts, words, weights = zip(*cases)
     x = rows_of_x(num_tokens, cols)
-    op = functools.partial(kernels.gemv, layouts=layouts, blocks=blocks, interpret=True)
+    op = functools.partial(kernels.gemv, layouts=layouts, blocks=blocks, interpret=INTERPRET)
     found = jax.jit(op, compiler_options=FAST)(x, words)
     for got, expected in zip(found, weights, strict=True):
         assert rel_err(got, np.asarray(x, np.float64) @ expected.T) < 1e-6
@@ -103,7 +104,7 @@ def test_operands_are_rounded_from_nine_rows_on_and_only_then(backend):
     layouts, words, weights = zip(*cases)
     for num_rows in (8, 9, 1100) if backend == "triton" else (8, 9):
         x = rows_of_x(num_rows, cols)
-        op = functools.partial(quant_matmuls, layouts=layouts, backend=backend, interpret=True)
+        op = functools.partial(quant_matmuls, layouts=layouts, backend=backend, interpret=INTERPRET)
         for got, expected in zip(jax.jit(op, compiler_options=FAST)(x, words), weights, strict=True):
             assert got.shape == (num_rows, len(expected))
             err = rel_err(got, np.asarray(x, np.float64) @ expected.T)

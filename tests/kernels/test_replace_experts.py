@@ -17,12 +17,13 @@ from strata_jax.policies.replay import window_uses
 from strata_jax.synthetic.routing import RoutingSkew
 from strata_jax.synthetic.routing_trace import draw_trace
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 
 LAYERS, EXPERTS, USED, ROWS = 2, 20, 3, 2
 MAX_FETCHES = ROWS * USED
 KERNELS = {
     "reference": partial(replace_experts, backend="reference"),
-    "interpreted": partial(replace_experts, backend="triton", interpret=True),
+    "interpreted": partial(replace_experts, backend="triton", interpret=INTERPRET),
 }
 
 

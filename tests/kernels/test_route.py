@@ -12,6 +12,7 @@ import pytest
 from strata_jax.kernels.expert_gemv import VectorRows
 from strata_jax.kernels.route import Routing, choose_experts, route_window
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
 T, X, K, E = 3, 40, 5, 96
@@ -27,7 +28,7 @@ def scores_of(num_tokens: int, num_experts: int) -> jax.Array:
 
 def both(scores: jax.Array, u: jax.Array, pages: jax.Array, count: jax.Array) -> tuple[Routing, Routing]:
     run = partial(route_window, scores, u, u[1] / 8, pages, count, K, ROWS)
-    return run(backend="reference"), run(backend="triton", interpret=True)
+    return run(backend="reference"), run(backend="triton", interpret=INTERPRET)
 
 
 def test_a_window_goes_where_the_reference_sends_it() -> None:
@@ -59,7 +60,7 @@ def test_a_window_goes_where_the_reference_sends_it() -> None:
 def test_equal_scores_go_to_the_lower_experts_in_a_chunk_too() -> None:
     scores = scores_of(9, 130)
     expected = choose_experts(scores, 10, backend="reference")
-    found = choose_experts(scores, 10, backend="triton", interpret=True)
+    found = choose_experts(scores, 10, backend="triton", interpret=INTERPRET)
     np.testing.assert_array_equal(found[0], expected[0])
     assert np.asarray(found[0])[-1].tolist() == list(range(10))
     np.testing.assert_allclose(found[1], expected[1], atol=1e-6)

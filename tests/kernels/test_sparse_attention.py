@@ -16,6 +16,7 @@ from strata_jax.kernels.sparse_attention.cells import Side
 from strata_jax.kv_types import SIDES, cell_bytes
 from strata_jax.memory.attention_kernels import MIN_SIDE, TILES_OF_HEAD
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton backend:DeprecationWarning")
 
@@ -98,7 +99,7 @@ def test_attention_equals_float64_wherever_cells_lie(
     layer = Layer(kv_type, head_dim)
     expected = layer.expected()
     assert far(layer.attend("reference"), expected) < 1e-6
-    assert least < far(layer.attend(sizes=sizes, interpret=True), expected) < most
+    assert least < far(layer.attend(sizes=sizes, interpret=INTERPRET), expected) < most
 
 
 @pytest.mark.parametrize("fmt", sorted(set(sum(SIDES.values(), ()))))

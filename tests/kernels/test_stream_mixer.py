@@ -13,6 +13,7 @@ from strata_jax.kernels.planes import PlaneLayout, from_planes, plane_layout
 from strata_jax.kernels.stream_mixer import MixerPlanes, MixerRead, PendingWrite, mixer_problem, read
 from strata_jax.kernels.stream_mixer.layout import mixer_blocks
 from tests.kernels.lowering import lower_for_cuda
+from tests.kernels.place import INTERPRET
 from tests.kernels.test_dequant import gguf_py
 from tests.kernels.test_quant_matmul import random_words
 
@@ -72,7 +73,9 @@ def arrays(found: MixerRead) -> list[np.ndarray]:
 def test_a_read_is_what_float64_gives(num_tokens: int, whole: bool, backend: str) -> None:
     """Whole: with a pending write, and with what the next one needs."""
     w, (streams, write) = mixer(inject=whole), inputs(num_tokens, pending=whole)
-    run = jax.jit(lambda *args: read(args[0], w, EPS, args[1], backend=backend, interpret=True), compiler_options=FAST)
+    run = jax.jit(
+        lambda *args: read(args[0], w, EPS, args[1], backend=backend, interpret=INTERPRET), compiler_options=FAST
+    )
     found, expected = arrays(run(streams, write)), in_float64(streams, w, write)
     assert len(found) == len(expected) == 2 + whole
     for got, wanted in zip(found, expected, strict=True):
