@@ -21,6 +21,7 @@ from strata_jax.engine.expert_kernels import bank_lines
 from strata_jax.engine.experts import ExpertCounts, LayerBank
 from strata_jax.engine.model import OpenBlock, State
 from strata_jax.engine.round_words import window_words
+from strata_jax.engine.rounds import run_round
 from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.staging import Stage, StageShapes, next_staged
 from strata_jax.kernels.expert_gemv import ExpertLayout
@@ -197,7 +198,7 @@ def _compile_rounds(engine: Engine, min_p: float) -> None:
     for num_tokens in {1, plan.spec_window}:
         size = window_rows(num_tokens, plan.spec_window, num_drafts, min_p)
         rows = engine.ple_rows([], [0], size)
-        programs.decode(num_drafts, *before, window_words([0], [], 0, 0.0, size), rows, how, engine.values)
+        run_round(engine, state, window_words([0], [], 0, 0.0, size), rows, how, num_drafts)
 
 
 def _compile_fills(engine: Engine) -> None:

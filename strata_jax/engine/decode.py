@@ -1,4 +1,4 @@
-"""One decode round as one compiled step: verify a window, accept, commit, and draft the next window.
+"""One decode round on the device: verify a window in a few parts, then accept, commit, and draft the next window.
 
 A window is the last sampled token followed by drafts. The trunk's choice after each row is compared with the next
 draft; the longest agreeing prefix is committed, so the text is that of plain decoding. Tokens are chosen per position
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,10 @@ from strata_jax.engine import ple
 from strata_jax.engine.arena import Segments, Tables
 from strata_jax.engine.attention import IndexState
 from strata_jax.engine.experts import ExpertCounts, LayerBank, no_counts
+from strata_jax.engine.matrix import Matrix
 from strata_jax.engine.model import (
+    BlocksRead,
+    BlockWeights,
     ModelSpec,
     SequenceState,
     State,
@@ -30,11 +33,15 @@ from strata_jax.engine.model import (
     draft_inputs,
     expert_places,
     logits,
+    start_streams,
     trunk,
 )
 from strata_jax.engine.replacement import Kept, UseValues, kept_before
 from strata_jax.engine.round_words import asked, report_words
 from strata_jax.engine.sampler import SamplingArrays, sample
+
+Keys = tuple[jax.Array | None, ...]
+"""Index keys f32[B, d_index] of some blocks, None of those that have none."""
 
 
 @jax.tree_util.register_dataclass
@@ -53,32 +60,83 @@ class Round:
     uses: jax.Array
 
 
-def decode_step(
+def round_part(
+    embedding: Matrix | None,
+    blocks: tuple[BlockWeights, ...],
+    banks: tuple[LayerBank, ...],
+    tables: Tables,
+    arena: jax.Array,
+    segments: Segments,
+    states: tuple[SequenceState, ...],
+    keys: Keys,
+    streams: jax.Array | None,
+    words: jax.Array,
+    ple_rows: jax.Array | None,
+    ple_history: jax.Array | None,
+    before: UseValues | Kept | None = None,
+    *,
+    first: int,
+    spec: ModelSpec,
+) -> tuple[jax.Array, jax.Array, BlocksRead, Keys, Kept | None]:
+    """Run some trunk blocks of a round, from the ``first`` on: `trunk`; the index keys of blocks are written in place,
+    for those of rejected tokens are written again, and come apart from the rest.
+
+    Args:
+        embedding: starts the streams, in the first part. streams: f32[T, C, E], of the part before in the others.
+        states: without index keys. keys: of each block, None where it has none.
+        words: i32[3 + 2 T], the window (see `Asked`).
+        before: what replacement starts from, or has changed in the parts before, segments included.
+    """
+    window = asked(words)
+    if streams is None:
+        assert embedding is not None
+        streams = start_streams(embedding, window.tokens, spec.geometry)
+    kept = kept_before(before, tables, segments) if isinstance(before, UseValues) else before
+    streams, arena, read, kept = trunk(
+        blocks, banks, tables, arena, segments, with_keys(states, keys), streams, ple_rows, ple_history, window.start,
+        window.num_real, spec, kept, first=first,
+    )  # fmt: skip
+    after, keys = without_keys(read.after)
+    return streams, arena, replace(read, after=after), keys, kept
+
+
+def without_keys(states: tuple[Any, ...]) -> tuple[tuple[Any, ...], Keys]:
+    """States of blocks without their index keys, and these."""
+    bare = tuple(replace(s, keys=cast("Any", None)) if isinstance(s, IndexState) else s for s in states)
+    return bare, tuple(s.keys if isinstance(s, IndexState) else None for s in states)
+
+
+def with_keys(states: tuple[Any, ...], keys: Keys) -> tuple[Any, ...]:
+    """Undo `without_keys`."""
+    return tuple(s if k is None else replace(s, keys=k) for s, k in zip(states, keys, strict=True))
+
+
+def round_end(
     weights: Weights,
     banks: tuple[LayerBank, ...],
     tables: Tables,
     arena: jax.Array,
     segments: Segments,
     state: State,
+    streams: jax.Array,
     words: jax.Array,
-    ple_rows: jax.Array | None,
+    parts: tuple[BlocksRead, ...],
     how: SamplingArrays,
-    values: UseValues | None = None,
+    kept: Kept | None = None,
     *,
     num_drafts: int,
     spec: ModelSpec,
 ) -> tuple[jax.Array, State, Round, Kept | None]:
-    """Run one round; returns the arena, the state after the kept tokens, what is for the host, and with ``values`` what
-    replacement has changed.
+    """Choose tokens, accept drafts, move the state on and draft again; returns the arena, the state after the kept
+    tokens, what is for the host, and what replacement has changed.
 
     Args:
-        words: i32[3 + 2 T], the window (see `Asked`).
+        weights: without the trunk's blocks. banks: the draft block's, if there is one.
+        state: its blocks without index keys, as is what is returned of it.
+        streams: f32[T, C, E] after the trunk. parts: what its blocks have left, in order.
         num_drafts: drafts to make for the next window (0 where the MTP block is not used).
     """
     window, forced, count, start, min_p = asked(words)
-    streams, arena, after, ple_inputs, counts, uses, kept = trunk(
-        weights, banks, tables, arena, segments, state, window, ple_rows, start, count, spec, values
-    )
     assert weights.head is not None
     scores = logits(streams, weights.out_mixer, weights.head, spec.geometry)
     rows = jnp.arange(window.shape[0])
@@ -86,6 +144,8 @@ def decode_step(
     agrees = (window[1:] == chosen[:-1]) & (rows[1:] < count)
     num_kept = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32)))
     hidden = streams.reshape(window.shape[0], -1)
+    after = [rows for part in parts for rows in part.after]
+    ple_inputs = next((part.ple_inputs for part in parts if part.ple_inputs is not None), None)
     state = replace(
         state,
         blocks=tuple(advance_block(b, a, num_kept) for b, a in zip(state.blocks, after, strict=True)),
@@ -93,6 +153,9 @@ def decode_step(
         hidden=hidden[num_kept - 1],
     )
     drafts, num_good = jnp.zeros(num_drafts, jnp.int32), jnp.int32(0)
+    counts, uses = parts[0].counts, [part.uses for part in parts]
+    for part in parts[1:]:
+        counts = counts + part.counts
     if num_drafts:
         arena, state, drafts, num_good, draft_counts, kept = draft(
             weights, banks, tables, arena, segments, state, chosen, hidden, start + 1, num_kept, min_p, kept,
@@ -100,12 +163,12 @@ def decode_step(
         )  # fmt: skip
         counts = counts + draft_counts
         assert draft_counts.uses is not None
-        uses.append(draft_counts.uses)
+        uses.append(draft_counts.uses[None])
     elif weights.draft is not None:
-        uses.append(jnp.zeros_like(uses[-1]))
+        uses.append(jnp.zeros_like(uses[-1][:1]))
     kept = None if kept is None else kept.next_round()
     report = report_words(chosen, num_kept, drafts, num_good, counts)
-    return arena, state, Round(report, scores, jnp.stack(uses)), kept
+    return arena, state, Round(report, scores, jnp.concatenate(uses)), kept
 
 
 def first_drafts(

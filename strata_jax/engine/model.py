@@ -36,7 +36,7 @@ from strata_jax.engine.layers import (
     write_streams,
 )
 from strata_jax.engine.matrix import Matrix, linear, take_rows
-from strata_jax.engine.replacement import Kept, Turn, UseValues, kept_before
+from strata_jax.engine.replacement import Kept, Turn
 from strata_jax.geometry import Geometry
 from strata_jax.kernels.gdn_window import WindowRows
 
@@ -107,6 +107,22 @@ class State:
     hidden: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlocksRead:
+    """What blocks of a window leave until it is known how many tokens are kept.
+
+    Attributes:
+        after: per block what `advance_block` needs. ple_inputs: of the convolution of the n-gram table, if it was read.
+        counts: expert look-ups and hits. uses: i32[blocks, X], uses of each expert.
+    """
+
+    after: tuple[Any, ...]
+    ple_inputs: jax.Array | None
+    counts: ExpertCounts
+    uses: jax.Array
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """What the compiled programs are specialised to besides array shapes.
@@ -140,8 +156,13 @@ class OpenBlock:
 
 
 def embed(weights: Weights, tokens: jax.Array, g: Geometry) -> jax.Array:
+    """`start_streams` from all weights."""
+    return start_streams(weights.embed, tokens, g)
+
+
+def start_streams(embedding: Matrix, tokens: jax.Array, g: Geometry) -> jax.Array:
     """Start the streams: every stream holds the token's embedding row, f32[T, C, E]."""
-    rows = take_rows(weights.embed, tokens)
+    rows = take_rows(embedding, tokens)
     return jnp.broadcast_to(rows[:, None, :], (rows.shape[0], g.num_streams, rows.shape[1]))
 
 
@@ -214,48 +235,51 @@ def advance_block(before: SequenceState, after: Any, count: jax.Array) -> Sequen
 
 
 def trunk(
-    weights: Weights,
+    blocks: tuple[BlockWeights, ...],
     banks: tuple[LayerBank, ...],
     tables: Tables,
     arena: jax.Array,
     segments: Segments,
-    state: State,
-    tokens: jax.Array,
+    states: tuple[SequenceState, ...],
+    streams: jax.Array,
     ple_rows: jax.Array | None,
+    ple_history: jax.Array | None,
     start: jax.Array,
     count: jax.Array,
     spec: ModelSpec,
-    values: UseValues | None = None,
-) -> tuple[jax.Array, jax.Array, list[Any], jax.Array | None, ExpertCounts, list[jax.Array], Kept | None]:
-    """Run every trunk block on a window of T tokens; with ``values`` each takes its turn to change its residents.
+    kept: Kept | None = None,
+    *,
+    first: int = 0,
+) -> tuple[jax.Array, jax.Array, BlocksRead, Kept | None]:
+    """Run trunk blocks from the ``first`` on, on a window of T tokens whose streams are f32[T, C, E].
+
+    Args:
+        kept: what turns have changed so far in this round, in place of the segments; None: residents do not change.
 
     Returns:
-        streams f32[T, C, E], arena, per block what `advance_block` needs, the PLE convolution inputs, expert counts,
-        per block the uses of each expert, what turns have changed besides the arena.
+        streams, arena, what the blocks leave, what turns have changed besides the arena.
     """
     g = spec.geometry
-    streams, after, counts, ple_inputs = embed(weights, tokens, g), [], no_counts(), None
-    uses: list[jax.Array] = []
-    kept = None if values is None else kept_before(values, tables, segments)
-    for layer, w in enumerate(weights.blocks):
+    after, uses, counts, ple_inputs = [], list[jax.Array](), no_counts(), None
+    for layer, (w, bank, state) in enumerate(zip(blocks, banks, states, strict=True), start=first):
         if w.ple is not None:
             assert ple_rows is not None
-            assert state.ple_history is not None
-            streams, ple_inputs = ple.apply(streams, ple_rows, w.ple, state.ple_history, g)
+            assert ple_history is not None
+            streams, ple_inputs = ple.apply(streams, ple_rows, w.ple, ple_history, g)
         cell_pages = cell_store = None
         if not g.recurrent[layer]:
             row = spec.attention_index(layer)
             cell_pages, cell_store = tables.kv_pages[row], tables.store_of(row)
         where = expert_places(tables, layer, kept, spec)
         streams, arena, rows, block_counts, kept = block(
-            streams, w, banks[layer], arena, segments if kept is None else kept.segments, where, cell_pages,
-            state.blocks[layer], start, count, spec, cell_store,
+            streams, w, bank, arena, segments if kept is None else kept.segments, where, cell_pages, state, start,
+            count, spec, cell_store,
         )  # fmt: skip
         after.append(rows)
         counts = counts + block_counts
         assert block_counts.uses is not None
         uses.append(block_counts.uses)
-    return streams, arena, after, ple_inputs, counts, uses, kept
+    return streams, arena, BlocksRead(tuple(after), ple_inputs, counts, jnp.stack(uses)), kept
 
 
 def expert_places(tables: Tables, layer: int, kept: Kept | None, spec: ModelSpec) -> jax.Array | Turn:

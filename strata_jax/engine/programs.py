@@ -21,12 +21,13 @@ import numpy as np
 
 from strata_jax.engine import ple
 from strata_jax.engine.arena import Segments, Tables
-from strata_jax.engine.decode import Round, decode_step, feed_draft, first_drafts
+from strata_jax.engine.decode import Keys, Round, feed_draft, first_drafts, round_end, round_part
 from strata_jax.engine.expert_kernels import ExpertRows
 from strata_jax.engine.experts import ExpertCounts, LayerBank, OpenExperts, add_experts, start_experts
 from strata_jax.engine.layers import MixerWeights
 from strata_jax.engine.matrix import Matrix
 from strata_jax.engine.model import (
+    BlocksRead,
     BlockWeights,
     ModelSpec,
     OpenBlock,
@@ -145,11 +146,22 @@ class Programs:
         key = _key("first_window", num_drafts, segments=args[4])
         return self.call(key, f, args, donate=_used_up(args))
 
-    def decode(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round, Kept | None]:
-        """`decode_step`; the words of the window are the seventh argument, the values of replacement are the last."""
-        f = partial(decode_step, num_drafts=num_drafts, spec=self.spec)
-        key = _key("decode", num_window_rows(args[6]), num_drafts, segments=args[4])
-        return self.call(key, f, args, donate=_used_up(args))
+    def round_part(self, first: int, *args: Any) -> tuple[jax.Array, jax.Array, BlocksRead, Keys, Kept | None]:
+        """`decode.round_part`; what replacement starts from is the last argument, which holds the segments later on."""
+        f = partial(round_part, first=first, spec=self.spec)
+        before = args[-1]
+        segments = before.segments if isinstance(before, Kept) else args[5]
+        key = _key("decode", num_window_rows(args[9]), first, len(args[1]), segments=segments)
+        return self.call(key, f, args, donate=(4, 7, 8) if before is None else (4, 5, 7, 8, 12))
+
+    def round_end(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round, Kept | None]:
+        """`decode.round_end`; what replacement has changed is the last argument, with the segments."""
+        f = partial(round_end, num_drafts=num_drafts, spec=self.spec)
+        kept = args[-1]
+        segments = args[4] if kept is None else kept.segments
+        sizes = tuple(len(part.after) for part in args[8])
+        key = _key("decode end", num_window_rows(args[7]), num_drafts, sizes, segments=segments)
+        return self.call(key, f, args, donate=(3, 5) if kept is None else (3, 5, 10))
 
     def fill(self, array: jax.Array, bank: LayerBank, experts: list[int], pages: list[int]) -> jax.Array:
         """Copy experts of one block from the bank to runs of pages of one array, in place."""

@@ -15,6 +15,7 @@ from strata_jax.engine.chunk import read_chunk, window_rows
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.experts import ExpertCounts
 from strata_jax.engine.round_words import Lookups, read_report, window_words
+from strata_jax.engine.rounds import run_round
 from strata_jax.engine.sampler import SamplingArrays, sampling_arrays
 from strata_jax.engine.staging import Stage, staged_prompt, stages
 from strata_jax.errors import ConfigError, DoesNotFit
@@ -288,10 +289,8 @@ class Session:
         self._require_cells(start + size + num_drafts)
         engine.head()
         rows = engine.ple_rows(self.tokens, window, size)
-        engine.arena, self.state, out, kept = engine.programs.decode(
-            num_drafts, engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments,
-            self.state, window_words(window, forced, start, min_p, size), rows, how, engine.values,
-        )  # fmt: skip
+        words = window_words(window, forced, start, min_p, size)
+        engine.arena, self.state, out, kept = run_round(engine, self.state, words, rows, how, num_drafts)
         engine.after_turns(kept)
         if self.count_uses:
             out.uses.copy_to_host_async()

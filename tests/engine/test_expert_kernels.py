@@ -212,7 +212,7 @@ def test_blocks_of_one_layout_are_lowered_once(
     )  # fmt: skip
     kernels = re.findall(r"stablehlo.custom_call @\S*triton\S*\(", text)
     assert len(kernels) == (3 if num_tokens == 1 else 5)  # routing, two products; of a chunk, for arena and bank
-    assert len(re.findall(r"call @_(?:window|chunk)\(", text)) == 2
+    assert len(re.findall(r"call @_(?:window|start)\(", text)) == 2
     assert len(re.findall(r"call @_(?:route|choose)\(", text)) == 2
 
 

@@ -572,7 +572,7 @@ def test_no_program_copies_an_array_of_the_arena(pieces: Engine, whole: Engine, 
     run(pieces, Turbulence(pieces, Mover(pieces)))
     for engine in (pieces, whole):
         names = {key[0] for key in engine.programs.compiled}
-        assert {"gdn", "attention", "draft", "first_window", "decode", "fill"} <= names
+        assert {"gdn", "attention", "draft", "first_window", "decode", "decode end", "fill"} <= names
         for key, program in engine.programs.compiled.items():
             assert array_sized_copies(program.as_text(), engine.arrays) == [], key
             assert program.memory_analysis().temp_size_in_bytes < engine.arena.nbytes, key

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from strata_jax.engine import rounds as rounds_in_parts
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.moves import Mover
 from strata_jax.engine.replacement import Turn, kept_before, start_values, take_turn
@@ -69,11 +70,12 @@ def decoded(engine: Engine) -> tuple[tuple[int, ...], list[np.ndarray], list[np.
     return tuple(t for r in records for t in r.emitted), state, [r.uses[:TRUNK] for r in records if r.uses is not None]
 
 
-@pytest.mark.parametrize("left", [None, 3])
+@pytest.mark.parametrize(("left", "part_blocks"), [(None, rounds_in_parts.PART_BLOCKS), (3, 2)])
 def test_rounds_replace_whom_the_policy_names_and_compute_the_same_bits(
-    engines: Engines, engine: Engine, left: int | None
+    engines: Engines, engine: Engine, left: int | None, part_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """left: residents of each block, fewer than the experts of a window."""
+    monkeypatch.setattr(rounds_in_parts, "PART_BLOCKS", part_blocks)
     if left is not None:
         slots = [row[row >= 0][left:] for row in engine.residency.slot_of]
         Mover(engine).evict(np.concatenate(slots).tolist())

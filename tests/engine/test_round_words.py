@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from strata_jax.engine import rounds
 from strata_jax.engine.experts import ExpertCounts
 from strata_jax.engine.round_words import Lookups, Report, asked, num_window_rows, read_report, report_words
 from strata_jax.engine.round_words import window_words as words_of
@@ -39,19 +40,33 @@ def test_a_report_is_read_as_it_was_written(kept: int, good: int) -> None:
     assert read_report(words, 4) == expected
 
 
-def test_a_round_takes_two_arrays_of_the_host(
+def test_a_round_takes_two_arrays_of_the_host_once(
     models: ModelStore, load_engine: LoadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_engine(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=2)
     session, seen = Session(engine), list[list[tuple[int, ...]]]()
     logits = session.prefill(list(range(40)))
-    decode = engine.programs.decode
+    call, put = engine.programs.call, jax.device_put
 
-    def watched(num_drafts: int, *args: object) -> object:
-        seen.append([x.shape for x in jax.tree.leaves(args) if not isinstance(x, jax.Array)])
-        return decode(num_drafts, *args)
+    def called(key: tuple, f: object, args: tuple, **how: object) -> object:
+        if key[0] in ("decode", "decode end"):
+            seen.append([x.shape for x in jax.tree.leaves(args) if not isinstance(x, jax.Array)])
+        return call(key, f, args, **how)
 
-    monkeypatch.setattr(engine.programs, "decode", watched)
+    def was_put(x: object, *where: object) -> object:
+        if isinstance(x, np.ndarray):
+            seen.append([x.shape])
+        return put(x, *where)
+
+    monkeypatch.setattr(rounds, "PART_BLOCKS", 2)
+    monkeypatch.setattr(engine.programs, "call", called)
+    monkeypatch.setattr(jax, "device_put", was_put)
     list(islice(session.decode(logits, max_tokens=20), 4))
-    rows = engine.ple_rows([], [0], 2)
-    assert seen == [[(7,), *([] if rows is None else [rows.shape])]] * 3
+    rows, layer = engine.ple_rows([], [0], 2), engine.geometry.ple_layer
+    assert rows is not None
+    assert layer is not None
+    num_parts = -(-engine.geometry.num_layers // 2)
+    assert num_parts > 1
+    parts: list[list[tuple[int, ...]]] = [[] for _ in range(num_parts)]
+    parts[layer // 2] = [rows.shape]
+    assert seen == [[(7,)], *parts, []] * 3

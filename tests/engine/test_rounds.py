@@ -1,0 +1,54 @@
+"""A round in parts: the same bits however many there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from strata_jax.engine import rounds
+from strata_jax.engine.engine import Engine
+from strata_jax.engine.session import Session
+from tests.engine.conftest import load
+from tests.oracle.models import ModelStore
+
+PROMPT = list(range(3, 43))
+
+
+@pytest.fixture(scope="module")
+def engine(models: ModelStore) -> Engine:
+    return load(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=2)
+
+
+def outputs(engine: Engine) -> tuple[list[tuple[int, ...]], list[np.ndarray]]:
+    """Text with drafts, then forced tokens; every logit, use and value of the state."""
+    session = Session(engine, count_uses=True)
+    records = list(session.decode(session.prefill(PROMPT), max_tokens=24))
+    arrays: list[Any] = [r.uses for r in records if r.uses is not None]
+    arrays += [logits for _, logits in session.force([5, 6, 7])]
+    return [r.emitted for r in records], [np.asarray(x) for x in (*arrays, *jax.tree.leaves(session.state))]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_round_in_parts_gives_the_bits_of_one_in_one_part(
+    size: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 3 < engine.geometry.num_layers <= rounds.PART_BLOCKS
+    text, arrays = outputs(engine)
+    assert len(text) < 24  # drafts were kept
+    started, run_part = set[int](), engine.programs.round_part
+
+    def round_part(first: int, *args: Any) -> Any:
+        started.add(first)
+        return run_part(first, *args)
+
+    monkeypatch.setattr(engine.programs, "round_part", round_part)
+    monkeypatch.setattr(rounds, "PART_BLOCKS", size)
+    text_in_parts, arrays_in_parts = outputs(engine)
+    assert started == set(range(0, engine.geometry.num_layers, size))
+    assert text_in_parts == text
+    assert len(arrays_in_parts) == len(arrays)
+    for found, expected in zip(arrays_in_parts, arrays, strict=True):
+        np.testing.assert_array_equal(found, expected)
