@@ -108,10 +108,11 @@ class Session:
         chunk, engine = self.engine.plan.chunk_tokens, self.engine
         parts = [list(tokens[first : first + chunk]) for first in range(0, len(tokens), chunk)]
         with staged_prompt(engine, [len(part) for part in parts]) as stage:
+            rows = self._ple_rows(parts[0])
             for part, following in zip(parts, [*parts[1:], []]):
                 self._check_owner()
-                next_count = len(following) if stages(engine, len(following)) else 0
-                yield self._read_chunk(part, want, stage if stages(engine, len(part)) else None, next_count)
+                out, rows = self._read_chunk(part, rows, want, stage if stages(engine, len(part)) else None, following)
+                yield out
 
     def last_logits(self) -> np.ndarray:
         """The logits f32[1, V] after the last token; the head must be loaded."""
@@ -240,22 +241,30 @@ class Session:
                 f"{len(self.tokens)} are used; set model.max_context={len(self.tokens) + len(tokens)} or more"
             )
 
-    def _read_chunk(self, part: list[int], want: str, stage: Stage | None, next_count: int) -> np.ndarray | None:
+    def _read_chunk(
+        self, part: list[int], rows: np.ndarray | None, want: str, stage: Stage | None, following: list[int]
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Read tokens with their n-gram rows; returns their logits and the rows of the tokens after them."""
         engine, started, start = self.engine, self.engine.programs.clock_s(), len(self.tokens)
         self._require_cells(start + len(part))
         padded = engine.plan.bucket(len(part))
         ids = np.zeros(padded, np.int32)
         ids[: len(part)] = part
-        rows = engine.ple_rows(self.tokens, part, padded)
+        next_count = len(following) if stages(engine, len(following)) else 0
         engine.arena, self.state, read = read_chunk(engine, self.state, ids, rows, start, len(part), stage, next_count)
         self.tokens += part
+        rows = self._ple_rows(following) if following else None  # looked up while the device reads this chunk
         out = self._chunk_logits(want, read.streams, read.draft_streams, len(part))
         counts: list[ExpertCounts] = jax.device_get(read.counts)  # all at once: each read alone waits for the device
         if engine.staging is not None:
             engine.staging.count(counts, len(part))
         lookups, hits = (sum(int(getattr(c, name)) for c in counts) for name in ("lookups", "hits"))
         self.on_chunk(ChunkRecord(start, len(part), padded, engine.programs.clock_s() - started, lookups, hits))
-        return out
+        return out, rows
+
+    def _ple_rows(self, part: list[int]) -> np.ndarray | None:
+        """N-gram rows of a chunk that follows the tokens read so far."""
+        return self.engine.ple_rows(self.tokens, part, self.engine.plan.bucket(len(part)))
 
     def _chunk_logits(self, want: str, streams: jax.Array, draft_streams: jax.Array | None, n: int
                       ) -> np.ndarray | None:  # fmt: skip
