@@ -34,11 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChunkRead:
-    """What is left of a chunk: streams f32[T, C, E] of trunk and draft block, expert counts of every block."""
+    """What is left of a chunk: streams f32[T, C, E] of trunk and draft block, and counts of every block i32[L', 2 + X].
+
+    Counts are look-ups, hits and the uses of each expert: together, for each array that the host reads takes its time.
+    """
 
     streams: jax.Array
     draft_streams: jax.Array | None
-    counts: list[ExpertCounts]
+    counts: jax.Array
 
 
 def read_chunk(
@@ -63,7 +66,7 @@ def read_chunk(
     programs, weights, segments = engine.programs, engine.weights.without_head(), engine.segments
     tables, staging = engine.program_tables, _Blocks(engine, stage, count, next_count)
     first, num = jax.device_put((np.int32(start), np.int32(count)))
-    blocks, counts = list(state.blocks), []
+    blocks, counts = list(state.blocks), list[ExpertCounts]()
     draft_state, tail = state.draft, state.draft_tail
     if isinstance(draft_state, IndexState) and tail is not None:
         draft_state = IndexState(draft_state.keys, tail)  # forget a token that was chosen but never committed
@@ -99,7 +102,8 @@ def read_chunk(
     tail = tail_of(draft_state)
     if tail is not None:
         tail = programs.second(tail)
-    return arena, State(tuple(blocks), draft_state, tail, history, hidden), ChunkRead(streams, draft_streams, counts)
+    read = ChunkRead(streams, draft_streams, programs.chunk_counts(counts))
+    return arena, State(tuple(blocks), draft_state, tail, history, hidden), read
 
 
 class _Blocks:

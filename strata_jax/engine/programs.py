@@ -121,6 +121,10 @@ class Programs:
         key = _key("draft", args[6].shape[0], segments=args[4])
         return self.call(key, partial(_draft_chunk, spec=self.spec), args, donate=(3, 5, 8))
 
+    def chunk_counts(self, counts: list[ExpertCounts]) -> jax.Array:
+        """The counts of a chunk's blocks in one array i32[blocks, 2 + X]: look-ups, hits, uses of each expert."""
+        return self.call(("counts", len(counts)), _chunk_counts, (counts,))
+
     def last_hidden(self, streams: jax.Array, count: Any) -> jax.Array:
         """The flattened streams f32[C*E] of row ``count - 1``."""
         return self.call(("hidden", streams.shape[0]), _last_hidden, (streams, count))
@@ -325,6 +329,10 @@ def _draft_chunk(
         weights, bank, tables, arena, segments, index, tokens, before, start, count, spec
     )
     return out, arena, advance_block(index, after, count), flat[count - 1], counts
+
+
+def _chunk_counts(counts: list[ExpertCounts]) -> jax.Array:
+    return jnp.stack([jnp.concatenate([jnp.stack([c.lookups, c.hits]), jnp.asarray(c.uses)]) for c in counts])
 
 
 def _last_hidden(streams: jax.Array, count: jax.Array) -> jax.Array:

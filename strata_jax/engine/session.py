@@ -13,7 +13,6 @@ import numpy as np
 from strata_jax.engine.attention import IndexState
 from strata_jax.engine.chunk import read_chunk, window_rows
 from strata_jax.engine.engine import Engine
-from strata_jax.engine.experts import ExpertCounts
 from strata_jax.engine.round_words import Lookups, read_report, window_words
 from strata_jax.engine.rounds import run_round
 from strata_jax.engine.sampler import SamplingArrays, sampling_arrays
@@ -255,10 +254,10 @@ class Session:
         self.tokens += part
         rows = self._ple_rows(following) if following else None  # looked up while the device reads this chunk
         out = self._chunk_logits(want, read.streams, read.draft_streams, len(part))
-        counts: list[ExpertCounts] = jax.device_get(read.counts)  # all at once: each read alone waits for the device
+        counts = np.asarray(read.counts)
         if engine.staging is not None:
-            engine.staging.count(counts, len(part))
-        lookups, hits = (sum(int(getattr(c, name)) for c in counts) for name in ("lookups", "hits"))
+            engine.staging.count(counts[:, 2:], len(part))
+        lookups, hits = counts[:, :2].sum(axis=0).tolist()
         self.on_chunk(ChunkRecord(start, len(part), padded, engine.programs.clock_s() - started, lookups, hits))
         return out, rows
 

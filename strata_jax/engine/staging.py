@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_jax.engine.experts import ExpertCounts, LayerBank
+from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.host_copies import HostCopies, Run, address, host_copies
 from strata_jax.errors import ConfigError
 from strata_jax.kernels.expert_gemv import ExpertLayout
@@ -74,9 +74,9 @@ class Staging:
             ) from error
         return cls(host_copies(), sources, np.zeros((len(banks), banks[0].blobs.shape[0])))
 
-    def count(self, counts: list[ExpertCounts], num_tokens: int) -> None:
-        """Note which experts the blocks of a chunk have used."""
-        self.uses += np.stack([np.asarray(block.uses) for block in counts])
+    def count(self, uses: NDArray[np.integer], num_tokens: int) -> None:
+        """Note how often a chunk has used each expert of each block: i32[L', X]."""
+        self.uses += uses
         self.num_tokens += num_tokens
 
 
