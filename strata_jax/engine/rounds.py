@@ -20,7 +20,7 @@ from strata_jax.engine.sampler import SamplingArrays
 if TYPE_CHECKING:
     from strata_jax.engine.engine import Engine
 
-PART_BLOCKS = 12
+PART_BLOCKS = 12  # of the trunk, in a program: four parts of the published depth
 
 
 def run_round(
