@@ -21,7 +21,7 @@ from strata_jax.engine.expert_kernels import bank_lines
 from strata_jax.engine.experts import ExpertCounts, LayerBank
 from strata_jax.engine.model import OpenBlock, State
 from strata_jax.engine.round_words import window_words
-from strata_jax.engine.rounds import run_round
+from strata_jax.engine.rounds import run_round, start_drafts
 from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.staging import Stage, StageShapes, next_staged
 from strata_jax.kernels.expert_gemv import ExpertLayout
@@ -70,7 +70,7 @@ def read_chunk(
     draft_state, tail = state.draft, state.draft_tail
     if isinstance(draft_state, IndexState) and tail is not None:
         draft_state = IndexState(draft_state.keys, tail)  # forget a token that was chosen but never committed
-    streams, arena, history = programs.embed(weights, ids), engine.arena, state.ple_history
+    streams, arena, history = programs.embed(weights.embed, ids), engine.arena, state.ple_history
     attention_row = 0
     for layer, w in enumerate(weights.blocks):
         bank, number = staging.bank(layer), np.int32(layer)
@@ -93,8 +93,9 @@ def read_chunk(
     if engine.plan.with_draft:
         layer = len(engine.banks) - 1
         found, arena, draft_state, hidden, used = programs.draft_chunk(
-            weights, staging.bank(layer), tables, arena, segments, draft_state, ids, streams, state.hidden, first, num
-        )
+            weights.without_blocks(), staging.bank(layer), tables, arena, segments, draft_state, ids, streams,
+            state.hidden, first, num,
+        )  # fmt: skip
         draft_streams = staging.streams(layer, found, arena)
         counts.append(used)
     else:
@@ -196,9 +197,8 @@ def _compile_rounds(engine: Engine, min_p: float) -> None:
     scores = programs.head(engine.weights.out_mixer, engine.head(), streams)
     programs.sample(scores, np.int32(0), how)
     num_drafts = plan.spec_window - 1 if plan.with_draft else 0
-    before = (engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments, state)
     if num_drafts:
-        programs.first_window(num_drafts, *before, window_words([0], [], 0, 0.0, 1), engine.values)
+        start_drafts(engine, state, window_words([0], [], 0, 0.0, 1), num_drafts)
     for num_tokens in {1, plan.spec_window}:
         size = window_rows(num_tokens, plan.spec_window, num_drafts, min_p)
         rows = engine.ple_rows([], [0], size)

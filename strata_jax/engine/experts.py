@@ -114,10 +114,6 @@ class ExpertCounts:
         both = None if self.uses is None or other.uses is None else self.uses + other.uses
         return ExpertCounts(self.lookups + other.lookups, self.hits + other.hits, both)
 
-    def totals(self) -> ExpertCounts:
-        """The counts without the single experts."""
-        return ExpertCounts(self.lookups, self.hits)
-
 
 def no_counts(num_experts: int | None = None) -> ExpertCounts:
     """Nothing counted yet: of single experts too if there are some."""
@@ -214,22 +210,10 @@ class OpenExperts:
 def ask_experts(
     u: jax.Array, w: ExpertWeights, bank: LayerBank, pages: jax.Array, count: jax.Array, g: Geometry
 ) -> tuple[OpenExperts, ExpertCounts]:
-    """`mixture` up to the routed experts; the rest is `start_experts`, `add_experts` and `sum_experts`."""
+    """`mixture` up to the routed experts; the rest is `expert_kernels.start_rows`, `add_rows` and `sum_experts`."""
     to = route(u, w, pages, count, g.num_experts_used, bank)
     counts = ExpertCounts(count.astype(jnp.int32) * g.num_experts_used, to.hits, to.uses)
     return OpenExperts(u, to.ids, to.weights, _shared(u, w, to), pages), counts
-
-
-def start_experts(asked: OpenExperts, layout: ExpertLayout, arrays: Sequence[jax.Array]) -> expert_kernels.ExpertRows:
-    """Compute the experts that are resident."""
-    return expert_kernels.start_rows(asked.u, asked.ids, tuple(arrays), asked.pages, layout)
-
-
-def add_experts(
-    rows: expert_kernels.ExpertRows, asked: OpenExperts, layout: ExpertLayout, words: jax.Array, lines: jax.Array
-) -> expert_kernels.ExpertRows:
-    """Compute those that are left and lie in ``words`` at ``lines`` (see `expert_kernels.add_rows`)."""
-    return expert_kernels.add_rows(rows, asked.u, words, lines, layout)
 
 
 def sum_experts(rows: expert_kernels.ExpertRows, asked: OpenExperts) -> jax.Array:

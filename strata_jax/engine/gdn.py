@@ -88,7 +88,7 @@ def window(
         kernels: run the few tokens of a decode window by kernels, if these know heads of such a width.
     """
     num_tokens = u.shape[0]
-    if kernels and num_tokens <= gdn_window.MAX_TOKENS and head_problem(g.gdn_head_dim) is None:
+    if kernels and num_tokens <= gdn_window.MAX_WINDOW_TOKENS and head_problem(g.gdn_head_dim) is None:
         products = linears(u, (w.qkv, w.gate, w.alpha, w.beta))
         vectors = GdnVectors(w.conv, w.dt_bias, w.a, w.norm)
         out, rows = _window_by_kernel(products, vectors, state, eps=g.rms_eps, interpret=backend.interprets())

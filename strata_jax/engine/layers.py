@@ -94,7 +94,7 @@ def write_and_read(read: StreamRead, y: jax.Array, w: MixerWeights, following: M
 def _planes(streams: jax.Array, w: MixerWeights) -> MixerPlanes | None:
     """The mixer as the kernels take it; None if they cannot, or for more tokens than a window has."""
     num_tokens, num_streams, width = streams.shape
-    few = num_tokens <= stream_mixer.MAX_TOKENS
+    few = num_tokens <= stream_mixer.MAX_WINDOW_TOKENS
     if not few or w.down.planes is None or w.up.planes is None or mixer_problem(num_streams, width):
         return None
     if w.inject is None:

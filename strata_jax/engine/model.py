@@ -86,6 +86,10 @@ class Weights:
         """The weights that a prompt is read with."""
         return replace(self, head=None)
 
+    def without_blocks(self) -> Weights:
+        """The weights of all but the trunk's blocks: each array that a program is given takes the host's time."""
+        return replace(self, blocks=())
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -153,11 +157,6 @@ class OpenBlock:
     streams: jax.Array
     inject: jax.Array
     experts: OpenExperts
-
-
-def embed(weights: Weights, tokens: jax.Array, g: Geometry) -> jax.Array:
-    """`start_streams` from all weights."""
-    return start_streams(weights.embed, tokens, g)
 
 
 def start_streams(embedding: Matrix, tokens: jax.Array, g: Geometry) -> jax.Array:

@@ -22,8 +22,8 @@ import numpy as np
 from strata_jax.engine import ple
 from strata_jax.engine.arena import Segments, Tables
 from strata_jax.engine.decode import Keys, Round, feed_draft, first_drafts, round_end, round_part
-from strata_jax.engine.expert_kernels import ExpertRows
-from strata_jax.engine.experts import ExpertCounts, LayerBank, OpenExperts, add_experts, start_experts
+from strata_jax.engine.expert_kernels import ExpertRows, add_rows, start_rows
+from strata_jax.engine.experts import ExpertCounts, LayerBank, OpenExperts
 from strata_jax.engine.layers import MixerWeights
 from strata_jax.engine.matrix import Matrix
 from strata_jax.engine.model import (
@@ -37,8 +37,8 @@ from strata_jax.engine.model import (
     advance_block,
     block,
     close_block,
-    embed,
     logits,
+    start_streams,
 )
 from strata_jax.engine.replacement import Kept
 from strata_jax.engine.round_words import num_window_rows
@@ -71,9 +71,9 @@ class Programs:
         """Seconds on a clock that stands still while a program is compiled."""
         return time.perf_counter() - self.compile_s
 
-    def embed(self, weights: Weights, tokens: np.ndarray) -> jax.Array:
-        """The streams f32[T, C, E] of tokens; ``weights`` without the head."""
-        return self.call(("embed", len(tokens)), partial(embed, g=self.spec.geometry), (weights, tokens))
+    def embed(self, embedding: Matrix, tokens: np.ndarray) -> jax.Array:
+        """The streams f32[T, C, E] of tokens."""
+        return self.call(("embed", len(tokens)), partial(start_streams, g=self.spec.geometry), (embedding, tokens))
 
     def ple_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array]:
         """(streams, rows, weights, history, count) -> streams, history."""
@@ -294,13 +294,13 @@ def _attention_chunk(
 
 
 def _start_experts(arena: jax.Array, segments: Segments, asked: OpenExperts, *, layout: ExpertLayout) -> ExpertRows:
-    return start_experts(asked, layout, (arena, *segments))
+    return start_rows(asked.u, asked.ids, (arena, *segments), asked.pages, layout)
 
 
 def _add_experts(
     rows: ExpertRows, asked: OpenExperts, words: jax.Array, lines: jax.Array, *, layout: ExpertLayout
 ) -> tuple[ExpertRows, jax.Array]:
-    rows = add_experts(rows, asked, layout, words, lines)
+    rows = add_rows(rows, asked.u, words, lines, layout)
     return rows, jnp.sum(rows.left, dtype=jnp.int32)
 
 

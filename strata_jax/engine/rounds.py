@@ -50,7 +50,19 @@ def run_round(
         written += new_keys
     assert not isinstance(before, UseValues)
     arena, state, found, kept = programs.round_end(
-        num_drafts, replace(weights, blocks=()), engine.banks[g.num_layers :], tables, arena, segments,
+        num_drafts, weights.without_blocks(), engine.banks[g.num_layers :], tables, arena, segments,
         replace(state, blocks=states), streams, window, tuple(parts), how, before,
     )  # fmt: skip
     return arena, replace(state, blocks=with_keys(state.blocks, tuple(written))), found, kept
+
+
+def start_drafts(
+    engine: Engine, state: State, words: np.ndarray, num_drafts: int
+) -> tuple[jax.Array, State, jax.Array, Kept | None]:
+    """Start the drafts that follow a prompt, from its next token in ``words``: see `first_drafts`, whose results these
+    are; arena, state and what replacement has are used up.
+    """
+    return engine.programs.first_window(
+        num_drafts, engine.weights.without_blocks(), engine.banks[engine.geometry.num_layers :], engine.program_tables,
+        engine.arena, engine.segments, state, words, engine.values,
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from strata_jax.engine.attention import IndexState
 from strata_jax.engine.chunk import read_chunk, window_rows
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.round_words import Lookups, read_report, window_words
-from strata_jax.engine.rounds import run_round
+from strata_jax.engine.rounds import run_round, start_drafts
 from strata_jax.engine.sampler import SamplingArrays, sampling_arrays
 from strata_jax.engine.staging import Stage, staged_prompt, stages
 from strata_jax.errors import ConfigError, DoesNotFit
@@ -196,10 +196,8 @@ class Session:
         engine = self.engine
         self._require_cells(len(self.tokens) + num_drafts)
         engine.head()
-        engine.arena, self.state, words, kept = engine.programs.first_window(
-            num_drafts, engine.weights, engine.banks, engine.program_tables, engine.arena, engine.segments,
-            self.state, window_words([token], [], len(self.tokens), min_p, 1), engine.values,
-        )  # fmt: skip
+        window = window_words([token], [], len(self.tokens), min_p, 1)
+        engine.arena, self.state, words, kept = start_drafts(engine, self.state, window, num_drafts)
         engine.after_turns(kept)
         report = read_report(words, 0)
         return report.drafts, report.used

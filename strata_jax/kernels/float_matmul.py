@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.kernels.split_dot import cut
+from strata_jax.memory.layout import MAX_WINDOW_TOKENS
 
-FEW_ROWS = 8  # of x: a window
 CACHED_WEIGHTS = 4 * 2**20  # 16 MiB of float32: rows of x after the first find the matrix in the cache
 _NUM_PARTS = 3  # bfloat16 numbers that hold a float32
 _WEIGHT_PARTS = {jnp.dtype(jnp.bfloat16): 1, jnp.dtype(jnp.float16): 2, jnp.dtype(jnp.float32): 3}
@@ -27,7 +27,7 @@ def float_matmul(x: jax.Array, w: jax.Array, *, rounded: bool) -> jax.Array:
         rounded: operands of more than 32 rows count with 8 bits: one product.
     """
     num_rows, small = x.shape[0], w.size <= CACHED_WEIGHTS
-    if num_rows <= FEW_ROWS and small:
+    if num_rows <= MAX_WINDOW_TOKENS and small:
         return jnp.sum(x[:, None, :] * w.astype(jnp.float32), axis=-1)
     if rounded and num_rows > _TILE_ROWS:
         return _dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))

@@ -19,9 +19,10 @@ from strata_jax.kernels.expert_gemv.layout import ExpertLayout, WindowPlan, expe
 from strata_jax.kernels.expert_gemv.vectors import VectorRows, input_rows, pack_input, pack_rows
 from strata_jax.kernels.form import form
 from strata_jax.kernels.planes import ITEM
+from strata_jax.memory.layout import MAX_WINDOW_TOKENS
 
 __all__ = [
-    "MAX_TOKENS",
+    "MAX_WINDOW_TOKENS",
     "Blocks",
     "ExpertLayout",
     "LaunchBlocks",
@@ -36,8 +37,6 @@ __all__ = [
     "plan_window",
     "planned_gemv",
 ]
-
-MAX_TOKENS = 8
 
 
 def expert_gemv(
@@ -125,8 +124,8 @@ def _check(
     layout: ExpertLayout,
 ) -> None:
     width, num_experts = layout.down.rows, pages.shape[0]
-    if u.ndim != 2 or not 1 <= u.shape[0] <= MAX_TOKENS or u.shape[1] != width or u.dtype != jnp.float32:
-        raise ValueError(f"u is f32[T, {width}] with T from 1 to {MAX_TOKENS}, got {form(u)}")
+    if u.ndim != 2 or not 1 <= u.shape[0] <= MAX_WINDOW_TOKENS or u.shape[1] != width or u.dtype != jnp.float32:
+        raise ValueError(f"u is f32[T, {width}] with T from 1 to {MAX_WINDOW_TOKENS}, got {form(u)}")
     types_fit = ids.dtype == jnp.int32 and weights.dtype == jnp.float32
     if ids.shape != weights.shape or ids.shape[:1] != u.shape[:1] or ids.ndim != 2 or not types_fit:
         raise ValueError(f"ids and weights are i32 and f32 [{u.shape[0]}, K], got {form(ids)} and {form(weights)}")

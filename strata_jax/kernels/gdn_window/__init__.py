@@ -17,10 +17,9 @@ from strata_jax.kernels.backend import on_backend
 from strata_jax.kernels.form import form
 from strata_jax.kernels.gdn_window import reference
 from strata_jax.kernels.gdn_window.rows import GdnVectors, WindowRows, head_problem
+from strata_jax.memory.layout import MAX_WINDOW_TOKENS
 
-__all__ = ["MAX_TOKENS", "GdnVectors", "WindowRows", "gdn_advance", "gdn_window", "head_problem"]
-
-MAX_TOKENS = 8
+__all__ = ["MAX_WINDOW_TOKENS", "GdnVectors", "WindowRows", "gdn_advance", "gdn_window", "head_problem"]
 
 
 def gdn_window(
@@ -105,8 +104,8 @@ def _check(
     memory: jax.Array,
     history: jax.Array,
 ) -> None:
-    if qkv.ndim != 2 or not 1 <= qkv.shape[0] <= MAX_TOKENS:
-        raise ValueError(f"qkv is f32[T, channels] with T from 1 to {MAX_TOKENS}, got {form(qkv)}")
+    if qkv.ndim != 2 or not 1 <= qkv.shape[0] <= MAX_WINDOW_TOKENS:
+        raise ValueError(f"qkv is f32[T, channels] with T from 1 to {MAX_WINDOW_TOKENS}, got {form(qkv)}")
     if memory.ndim != 3 or memory.shape[1] != memory.shape[2]:
         raise ValueError(f"memory is f32[Hv, D, D], got {form(memory)}")
     (num_tokens, channels), (num_heads, width, _) = qkv.shape, memory.shape

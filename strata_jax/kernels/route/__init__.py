@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax.kernels.backend import on_backend
-from strata_jax.kernels.expert_gemv import MAX_TOKENS, VectorRows, WindowPlan
+from strata_jax.kernels.expert_gemv import VectorRows, WindowPlan
 from strata_jax.kernels.form import form
 from strata_jax.kernels.planes import ITEM
 from strata_jax.kernels.route import reference
+from strata_jax.memory.layout import MAX_WINDOW_TOKENS
 
 __all__ = ["Routing", "choose_experts", "route_window"]
 
@@ -96,9 +97,9 @@ def route_window(
     """
     _check_scores(scores, num_used)
     num_tokens, num_experts = scores.shape
-    if num_tokens > MAX_TOKENS:
+    if num_tokens > MAX_WINDOW_TOKENS:
         raise ValueError(
-            f"a window has at most {MAX_TOKENS} tokens, got {num_tokens}; `choose_experts` takes any number"
+            f"a window has at most {MAX_WINDOW_TOKENS} tokens, got {num_tokens}; `choose_experts` takes any number"
         )
     if u.ndim != 2 or u.shape[0] != num_tokens or u.shape[1] % ITEM or u.dtype != jnp.float32:
         raise ValueError(f"u is f32[{num_tokens}, E], E a multiple of {ITEM}, got {form(u)}")

@@ -15,10 +15,9 @@ from strata_jax.kernels.backend import on_backend
 from strata_jax.kernels.form import form
 from strata_jax.kernels.stream_mixer import reference
 from strata_jax.kernels.stream_mixer.layout import MixerPlanes, MixerRead, PendingWrite, mixer_problem
+from strata_jax.memory.layout import MAX_WINDOW_TOKENS
 
-__all__ = ["MAX_TOKENS", "MixerPlanes", "MixerRead", "PendingWrite", "mixer_problem", "read"]
-
-MAX_TOKENS = 8
+__all__ = ["MAX_WINDOW_TOKENS", "MixerPlanes", "MixerRead", "PendingWrite", "mixer_problem", "read"]
 
 
 def read(
@@ -55,8 +54,8 @@ def read(
 
 
 def _check(streams: jax.Array, w: MixerPlanes, pending: PendingWrite | None) -> None:
-    if streams.ndim != 3 or not 1 <= streams.shape[0] <= MAX_TOKENS or streams.dtype != jnp.float32:
-        raise ValueError(f"streams are f32[T, C, E] with T from 1 to {MAX_TOKENS}, got {form(streams)}")
+    if streams.ndim != 3 or not 1 <= streams.shape[0] <= MAX_WINDOW_TOKENS or streams.dtype != jnp.float32:
+        raise ValueError(f"streams are f32[T, C, E] with T from 1 to {MAX_WINDOW_TOKENS}, got {form(streams)}")
     num_tokens, num_streams, width = streams.shape
     if problem := mixer_problem(num_streams, width):
         raise ValueError(problem)
