@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,11 @@ class Child:
         for idx, made in enumerate(plans.values()):
             if idx == 0:
                 before = time.perf_counter()
-                engine = Engine.load(self.model, self.geometry, made, compile_watch)
+                engine = Engine.load(self.model, self.geometry, made, compile_watch, loans=())
                 jax.block_until_ready((engine.weights, engine.banks, engine.arena))
                 loaded = {
-                    "s": time.perf_counter() - before, "bank_gb": sum(b.blobs.nbytes for b in engine.banks) / 1e9
+                    "s": time.perf_counter() - before - engine.programs.compile_s,
+                    "compile_s": engine.programs.compile_s, "bank_gb": sum(b.blobs.nbytes for b in engine.banks) / 1e9
                 }  # fmt: skip
                 self.row("load", partial(dict, loaded))
                 if not self.reference:
@@ -164,7 +166,7 @@ class Child:
                 weights, banks = engine.weights, engine.banks
                 engine = bounds = None
                 gc.collect()  # sessions and their engine hold each other: the arena goes before the next one comes
-                engine = Engine.lay_out(self.model, self.geometry, made, weights, banks)
+                engine = Engine.lay_out(self.model, self.geometry, made, weights, banks, compile_watch, loans=())
             if self.reference:
                 break
             bounds = Bounds(engine, self.model, **{k: roofs[k] for k in ("hbm_gb_s", "link_gb_s", "bf16_tflops")})
@@ -179,7 +181,9 @@ class Child:
             device_budget_bytes=self.cap_mib * MIB, reserve_bytes=RESERVE_MIB * MIB,
             stage_bytes=None if self.o.stage_mib is None else self.o.stage_mib * MIB,
         )  # fmt: skip
-        return plan(self.geometry, request)
+        made = plan(self.geometry, request)
+        last = made.prefill_buckets[-1]  # prompts are whole chunks; what is read up to a context may be padded to one
+        return replace(made, prefill_buckets=(last,), staged_buckets=tuple(b for b in made.staged_buckets if b == last))
 
     def roofs(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -220,8 +224,13 @@ class Child:
 
     def decode(self, session: Any, bounds: Bounds, settings: dict[str, Any]) -> None:
         """Windows of every length and hit rate at every context, each context read on from the one before."""
+        from strata_jax.engine.chunk import compile_rounds, with_shapes
+
         engine = session.engine
         made = engine.plan
+        with engine.programs.shapes_only():
+            for num_tokens in self.o.tokens:
+                compile_rounds(replace(with_shapes(engine), plan=replace(made, spec_window=num_tokens)))
         for context in sorted(self.o.contexts):
             more = context - len(session.tokens)
             if more > 0:

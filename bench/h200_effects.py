@@ -2,8 +2,12 @@
 
 Held fixed: `synthetic_full` (random weights of the published shape and types), int8 K/V, the card's memory cap, the
 prompt. Varied: the policy; every pair runs baseline and policy one after the other in one process, on the same weights
-and the same bank. What is timed is `Runtime.read` and decode rounds as in a run, moves included, programs compiled
-before. Published figures stand beside ours; they are of another model file, engine and card.
+and the same bank; several effects one after the other, each planned for its own card (the process may take what the
+largest has). What is timed is `Runtime.read` and decode rounds as in a run, moves included, programs compiled before.
+Published figures stand beside ours; they are of another model file, engine and card.
+
+Slots are given where the sides would else choose other ones: own buffers against borrowed ones, the head lent or not,
+with the same cache. `auto` lends instead: prompt buffers of this engine are much smaller than the published ones.
 
     python bench/h200_effects.py own          # own prompt buffers against borrowed slots: 32 GB, 17,944 tokens
     python bench/h200_effects.py own_grid     # three cells of experiment=own_ab_grid
@@ -11,6 +15,7 @@ before. Published figures stand beside ours; they are of another model file, eng
     python bench/h200_effects.py kv_grow      # elastic against fixed K/V: 16 GB, 262,144 cells
     python bench/h200_effects.py replacement  # experts replaced inside rounds, topics in turn: 16 GB
     python bench/h200_effects.py forced       # a forced continuation of 3,072 tokens, one row a token: 8 GB
+    python bench/h200_effects.py own head_alias kv_grow --set spec.window=1
 
 Rows go to FOLDER/h200_effects.jsonl ($OUT, or the working directory) as they come.
 """
@@ -80,19 +85,34 @@ class Effect:
 BORROWED = Variant("borrow", ("policy=baseline", BORROW))
 OWN = Variant("own", ("policy=own_prefill", BORROW))
 ALIAS = Variant("alias", ("policy=head_alias", BORROW))
+
+
+def beside(variant: Variant, slots: int, name: str = "", *more: str) -> Variant:
+    """The side with that many slots, which leave their bytes to it."""
+    return Variant(name or variant.name, (*variant.settings, f"cache.slots={slots}", *more))
+
+
+# beside so many slots an 8 GB card has room for chunks of 512 tokens, and with the head's bytes for longer ones
+ALIAS_SLOTS, NOTHING_LENT = 1_900, "prefill.borrow=false"
+OWN_SLOTS = 17_000  # leave a 32 GB card the buffers of chunks of 8,192 tokens
 EFFECTS = {
-    "own": Effect(32_607, (17_944,), (BORROWED, OWN), "prompt +25.5 % with own buffers"),
+    "own": Effect(
+        32_607, (17_944,), (beside(BORROWED, OWN_SLOTS), beside(OWN, OWN_SLOTS)), "prompt +25.5 % with own buffers"
+    ),
     "own_grid": Effect(
         32_607, (1_024, 17_944),
         tuple(
-            Variant(f"{side.name} {slots} slots", (*side.settings, f"cache.slots={slots}"))
+            beside(side, slots, f"{side.name} {slots} slots")
             for slots in (1_800, 3_600, 6_400) for side in (BORROWED, OWN)
         ),
         "no figures: the sources ask for them",
     ),
     "head_alias": Effect(
         8_151, (29_854,),
-        (BORROWED, ALIAS, Variant("alias always", (*ALIAS.settings, "policy.head_alias.min_fresh_tokens=0"))),
+        (
+            beside(BORROWED, ALIAS_SLOTS, "baseline", NOTHING_LENT), beside(ALIAS, ALIAS_SLOTS, "", NOTHING_LENT),
+            beside(ALIAS, ALIAS_SLOTS, "alias always", NOTHING_LENT, "policy.head_alias.min_fresh_tokens=0"),
+        ),
         "chunk 512 -> 2,048 tokens, prompt +118 %; reads of 1 to 64 tokens +640 ms", short_reads=True,
     ),
     "kv_grow": Effect(
@@ -110,9 +130,7 @@ EFFECTS = {
     "forced": Effect(
         8_151, (29_854,),
         (
-            Variant("one slot", (*BORROWED.settings, "cache.slots=1")),
-            Variant("one slot, alias", (*ALIAS.settings, "cache.slots=1")),
-            Variant("alias", ALIAS.settings),
+            beside(BORROWED, 1, "one slot"), beside(ALIAS, 1, "one slot, alias"), ALIAS,
         ),
         "prompt / decode tok/s: 441.0 / 22.26, 666.3 / 24.50, 667.7 / 26.21", forced=3_072,
     ),
@@ -126,6 +144,13 @@ class Side:
     variant: Variant
     config: RunConfig
     plan: MemoryPlan
+    programs: Any = None  # compiled once for all pairs
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """What its programs depend on."""
+        p = self.plan
+        return p.arena, p.context_cells, p.prefill_buckets, p.staged_buckets, p.stage_bytes, tuple(p.loans())
 
 
 def main() -> None:
@@ -133,14 +158,51 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     print(NOTE, flush=True)
     with ExitStack() as stack:
-        comparison = Comparison(options, EFFECTS[options.effect], stack)
-        if not options.plan:
-            comparison.run()
+        register()
+        stack.enter_context(initialize_config_dir(version_base="1.3", config_dir=str(REPOSITORY / "conf")))
+        comparisons = [Comparison(options, name, stack) for name in options.effects]
+        if options.plan:
+            return
+        loaded = load(comparisons)
+        for comparison in comparisons:
+            comparison.run(loaded)
+
+
+@dataclass
+class Loaded:
+    """What all sides share: one bank, and weights of which the head may be another array after a loan."""
+
+    weights: Any
+    banks: Any
+    device: dict[str, Any]
+
+
+def load(comparisons: list[Comparison]) -> Loaded:
+    """Start JAX for the largest card and read the model once."""
+    sides = [side for comparison in comparisons for side in comparison.sides]
+    largest = max(comparisons, key=lambda comparison: comparison.effect.vram_mib)
+    host = max(side.plan.ledger.total_bytes(Phase.START, Memory.HOST) for side in sides)
+    start_jax(largest.sides[0].config, largest.hardware, host_pool_bytes=host)
+    import jax
+
+    from strata_jax.engine.engine import bank_sharding
+    from strata_jax.engine.load import load_model
+
+    first, before = sides[0].plan, time.perf_counter()
+    if len({(s.plan.page_bytes, s.plan.num_blocks, s.plan.request.expert_kernels) for s in sides}) > 1:
+        raise SystemExit("the sides differ in pages or blocks; give engine.page_kib or spec.window with --set")
+    model = load_model(
+        largest.source, largest.geometry, first.num_blocks, first.page_bytes, bank_sharding(),
+        with_draft=first.with_draft, kernels=first.request.expert_kernels,
+    )  # fmt: skip
+    jax.block_until_ready(model)
+    print(f"loaded in {time.perf_counter() - before:.0f} s", flush=True)
+    return Loaded(*model, {"device": jax.devices()[0].device_kind, "jax": jax.__version__})
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("effect", choices=EFFECTS)
+    parser.add_argument("effects", choices=EFFECTS, nargs="+")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=64, help="decode rounds after a prompt")
     parser.add_argument("--model", default="synthetic_full")
@@ -156,10 +218,10 @@ def parse() -> argparse.Namespace:
 
 
 class Comparison:
-    """The sides of one effect in one process."""
+    """The sides of one effect."""
 
-    def __init__(self, options: argparse.Namespace, effect: Effect, stack: ExitStack) -> None:
-        self.o, self.started = options, time.time()
+    def __init__(self, options: argparse.Namespace, name: str, stack: ExitStack) -> None:
+        self.o, self.name, self.started, effect = options, name, time.time(), EFFECTS[name]
         self.effect = replace(
             effect,
             prompts=tuple(options.prompts or effect.prompts),
@@ -168,11 +230,14 @@ class Comparison:
             context=options.context or effect.context,
         )
         self.path = options.out / "h200_effects.jsonl"
-        register()
-        stack.enter_context(initialize_config_dir(version_base="1.3", config_dir=str(REPOSITORY / "conf")))
         self.source: Any = None
         self.sides = [self.planned(variant, stack) for variant in self.effect.variants]
-        self.about: dict[str, Any] = {"effect": options.effect, "published": effect.published, "weights": "synthetic"}
+        self.about: dict[str, Any] = {
+            "effect": name,
+            "vram_mib": self.effect.vram_mib,
+            "published": effect.published,
+            "weights": "synthetic",
+        }
 
     def planned(self, variant: Variant, stack: ExitStack) -> Side:
         effect, need = self.effect, max(self.effect.prompts) + 2 * max(SHORT_READS) + self.o.rounds * 4
@@ -183,7 +248,7 @@ class Comparison:
         if effect.forced:
             settings.append("spec.window=1")
         config = to_config(compose("config", overrides=settings))
-        folder = self.o.out / f"{self.o.effect}_{variant.name.replace(' ', '_')}"
+        folder = self.o.out / f"{self.name}_{variant.name.replace(' ', '_')}"
         record = stack.enter_context(RunRecord.open(folder, config))
         if self.source is None:
             self.source, self.geometry = open_model(config)
@@ -192,48 +257,32 @@ class Comparison:
         plan, self.hardware = make_plan(config, self.geometry, prompts, record)
         return Side(variant, config, plan)
 
-    def run(self) -> None:
+    def run(self, loaded: Loaded) -> None:
         """Alternate the sides, pair by pair."""
-        host = max(s.plan.ledger.total_bytes(Phase.START, Memory.HOST) for s in self.sides)
-        start_jax(self.sides[0].config, self.hardware, host_pool_bytes=host)
-        import jax
-
-        from strata_jax.engine.engine import bank_sharding
-        from strata_jax.engine.load import load_banks, load_weights
-
-        self.about |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "vram_mib": self.effect.vram_mib}
-        first, before = self.sides[0].plan, time.perf_counter()
-        if len({(s.plan.page_bytes, s.plan.num_blocks, s.plan.request.expert_kernels) for s in self.sides}) > 1:
-            raise SystemExit("the sides have pages of different sizes; give engine.page_kib with --set")
-        # one bank serves all sides; so do the weights, of which the head may be another array after a loan
-        kernels = first.request.expert_kernels
-        self.weights: Any = load_weights(self.source, self.geometry, with_draft=first.with_draft, kernels=kernels)
-        self.banks = load_banks(
-            self.source, self.geometry, first.num_blocks, first.page_bytes, bank_sharding(),
-            kernels=kernels,
-        )  # fmt: skip
-        jax.block_until_ready((self.weights, self.banks))
-        print(f"loaded in {time.perf_counter() - before:.0f} s", flush=True)
+        self.about |= loaded.device
         for pair in range(self.o.pairs):
             for side in self.sides:
                 if time.time() - self.started > self.o.seconds:
                     print("no time left", flush=True)
                     return
-                self.measure(side, pair)
+                self.measure(side, pair, loaded)
                 gc.collect()  # an engine and its sessions hold each other: the arena goes before the next one comes
         self.compare()
 
-    def measure(self, side: Side, pair: int) -> None:
+    def measure(self, side: Side, pair: int, loaded: Loaded) -> None:
         from strata_jax.engine.engine import Engine
         from strata_jax.engine.runtime import Runtime
 
         made = side.plan
         before = time.perf_counter()
-        weights, self.weights = self.weights, None  # a lent head must have one owner
+        weights, loaded.weights = loaded.weights, None  # a lent head must have one owner
+        same = [s.programs for s in self.sides if s.programs and (s is side or s.shapes == side.shapes)]
         engine = Engine.lay_out(
-            self.source, self.geometry, made, weights, self.banks, loans=made.loans(), min_p=side.config.spec.min_p
-        )
+            self.source, self.geometry, made, weights, loaded.banks, loans=None if same else made.loans(),
+            min_p=side.config.spec.min_p,
+        )  # fmt: skip
         del weights
+        engine.programs = side.programs = same[0] if same else engine.programs
         events = Events()
         runtime = Runtime.start(engine, device_settings(side.config, made), sink=events, min_p=side.config.spec.min_p)
         settings = {
@@ -241,10 +290,11 @@ class Comparison:
             "layout_s": time.perf_counter() - before, "compile_s": engine.programs.compile_s,
         }  # fmt: skip
         for length in self.effect.prompts:
-            for reading in ("first", "again"):  # the first has programs that only moves need still to compile
+            # the first has programs that only moves need still to compile
+            for reading in ("first", "again") if pair == 0 else ("again",):
                 tokens = topic_of(self.source, length, seed=10 * pair + (reading == "again"))  # another topic each time
                 self.request(runtime, engine, tokens, events, settings | {"reading": reading, "tokens": length})
-        self.weights = engine.weights
+        loaded.weights = engine.weights
 
     def request(self, runtime: Any, engine: Any, tokens: list[int], events: Events, settings: dict[str, Any]) -> None:
         compiled, name = engine.programs.compile_s, f"request {settings['pair']} {settings['reading']}"
@@ -287,7 +337,7 @@ class Comparison:
     def compare(self) -> None:
         """Medians of the timed readings of every side, the baseline first."""
         rows = [json.loads(line) for line in self.path.read_text().splitlines()]
-        rows = [r for r in rows if r["effect"] == self.o.effect and r["what"] == "request" and r["reading"] == "again"]
+        rows = [r for r in rows if r["effect"] == self.name and r["what"] == "request" and r["reading"] == "again"]
         for length in self.effect.prompts:
             for side in self.sides:
                 mine = [r for r in rows if r["variant"] == side.variant.name and r["tokens"] == length]
@@ -298,7 +348,7 @@ class Comparison:
                         middle = statistics.median(values)
                         texts.append(f"{key} {middle:,.1f} ({values[0]:,.1f} to {values[-1]:,.1f})")
                 print(f"{length:,} tokens, {side.variant.name}: {', '.join(texts)}")
-        print(f"published: {self.effect.published}")
+        print(f"published: {self.effect.published}", flush=True)
 
     def write(self, what: str, row: dict[str, Any]) -> None:
         row = {"what": what, **self.about, **row, "at_s": round(time.time() - self.started, 1)}

@@ -185,8 +185,10 @@ def load_engine(
             yield
         record.event("compile", program=program, ms=1000 * (record.elapsed_s() - started_s))
 
-    # under policies programs are there before the arena, so that nothing is compiled between moves
-    loans = made.loans() if made.request.moving.on_device else None
+    # under policies programs are there before the arena, so that nothing is compiled between moves; those with kernels
+    # take long enough to compile that it is worth doing beside each other
+    request = made.request
+    loans = made.loans() if request.moving.on_device or request.expert_kernels else None
     started = time.perf_counter()
     with slow_step(f"loading {geometry.total_bytes / 2**20:,.0f} MiB"):
         engine = Engine.load(file, geometry, made, watch, loans, config.spec.min_p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import sys
 from collections import Counter
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from strata_jax.engine.runtime import Runtime
     from strata_jax.engine.session import ChunkRecord, RoundRecord, Session
 
+log = logging.getLogger(__name__)
 
 TAIL_TOKENS = 5  # of a conversation's prompt, from where the answer's turn begins
 
@@ -55,6 +57,10 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     finally:  # also what an interrupted run has done
         record.update(**_summary(finished, run_s, engine))
         save_learned(config, runtime, record)
+    if problem := engine.past_limit():
+        if config.engine.check:
+            raise RuntimeError(problem)
+        log.warning(problem)
     console().print(result_table(record.summary))
     return {}
 

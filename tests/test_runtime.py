@@ -31,7 +31,10 @@ def test_memory_fraction_comes_from_the_budget_of_the_plan() -> None:
     assert env.memory_limit_bytes == 15_300 * MIB
     assert env.variables["XLA_CLIENT_MEM_FRACTION"] == f"{15_300 / 16_000:.6f}"
     assert env.variables["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
-    assert env.variables["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "17"  # the plan's bytes, half as much, 1
+    assert env.variables["XLA_PYTHON_CLIENT_ALLOCATOR"] == "cuda_async"
+    chosen = plan_runtime(RunConfig(), machine(CARD), {"XLA_PYTHON_CLIENT_ALLOCATOR": "bfc"})
+    assert chosen.variables["XLA_PYTHON_CLIENT_ALLOCATOR"] == "bfc"
+    assert env.variables["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "14"  # the plan's bytes, 12 % more, 2
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env.variables
 
 

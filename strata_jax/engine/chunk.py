@@ -88,6 +88,7 @@ def read_chunk(
             )  # fmt: skip
             attention_row += 1
         streams = staging.streams(layer, found, arena)
+        del found  # what was asked of experts would stay beside the next block's temporaries
         counts.append(used)
     draft_streams = None
     if engine.plan.with_draft:
@@ -166,13 +167,13 @@ def compile_programs(
     others = {(bucket, segments_given) for bucket in engine.plan.prefill_buckets if bucket not in dict(loans)}
     with engine.programs.shapes_only():
         for bucket, lent in sorted({*loans, *others}):
-            _compile_chunk(_abstract(engine, lent), bucket)
-        _compile_rounds(_abstract(engine, segments_given), min_p)
-        _compile_fills(_abstract(engine, 0))
-        compile_copies(_abstract(engine, 0))
+            _compile_chunk(with_shapes(engine, lent), bucket)
+        compile_rounds(with_shapes(engine, segments_given), min_p)
+        _compile_fills(with_shapes(engine))
+        compile_copies(with_shapes(engine))
 
 
-def _abstract(engine: Engine, num_lent: int) -> Engine:
+def with_shapes(engine: Engine, num_lent: int = 0) -> Engine:
     """The engine with shapes in place of the arena's arrays, the last segments missing."""
     words = engine.plan.page_bytes // 4
     pages = engine.residency.layout.array_pages
@@ -189,7 +190,8 @@ def _compile_chunk(engine: Engine, bucket: int) -> None:
     read_chunk(engine, state, ids, engine.ple_rows([], [0], bucket), 0, 1, stage)
 
 
-def _compile_rounds(engine: Engine, min_p: float) -> None:
+def compile_rounds(engine: Engine, min_p: float = 0.0) -> None:
+    """Compile what greedy and sampled rounds run, from the shapes of `with_shapes`."""
     programs, plan, g = engine.programs, engine.plan, engine.geometry
     state: Any = jax.eval_shape(engine.empty_state)
     streams: Any = jax.ShapeDtypeStruct((1, g.num_streams, g.embed_width), jnp.float32)

@@ -17,7 +17,7 @@ from strata_jax.engine.cell_store import new_store
 from strata_jax.engine.chunk import compile_programs
 from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import LayerBank
-from strata_jax.engine.load import load_banks, load_weights
+from strata_jax.engine.load import load_model
 from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix
 from strata_jax.engine.model import ModelSpec, State, Weights
 from strata_jax.engine.programs import Programs, Watch
@@ -28,7 +28,7 @@ from strata_jax.geometry import Geometry
 from strata_jax.gguf.layout import PLE_TABLE
 from strata_jax.gguf.source import WeightSource
 from strata_jax.kv_types import cell_bytes
-from strata_jax.memory.ledger import Owner
+from strata_jax.memory.ledger import MIB, Owner
 from strata_jax.memory.plan import MemoryPlan
 
 LEDGER_TOLERANCE_FRAC = 0.01
@@ -95,9 +95,10 @@ class Engine:
             FormatError: a tensor's type is one that the engine cannot decode.
         """
         geometry.check_engine_types()
-        kernels = plan.request.expert_kernels
-        weights = load_weights(file, geometry, with_draft=plan.with_draft, kernels=kernels)
-        banks = load_banks(file, geometry, plan.num_blocks, plan.page_bytes, bank_sharding(), kernels=kernels)
+        weights, banks = load_model(
+            file, geometry, plan.num_blocks, plan.page_bytes, bank_sharding(), with_draft=plan.with_draft,
+            kernels=plan.request.expert_kernels,
+        )  # fmt: skip
         return cls.lay_out(file, geometry, plan, weights, banks, watch, loans, min_p)
 
     @classmethod
@@ -276,13 +277,30 @@ class Engine:
 
     def bytes_in_use(self) -> int | None:
         """The device's own count of the memory that it has handed out; None on a CPU, which keeps none."""
-        stats = jax.devices()[0].memory_stats()
-        return None if stats is None else stats["bytes_in_use"]
+        counts = _device_counts()
+        return None if counts is None else counts["bytes_in_use"]
 
     def peak_device_bytes(self) -> int:
         """The device's own peak; on a CPU, which keeps no count, the bytes of live arrays now."""
-        stats = jax.devices()[0].memory_stats()
-        return stats["peak_bytes_in_use"] if stats else sum(x.nbytes for x in jax.live_arrays())
+        counts = _device_counts()
+        return counts["peak_bytes_in_use"] if counts else sum(x.nbytes for x in jax.live_arrays())
+
+    def past_limit(self) -> str | None:
+        """Say by how much the device's own peak was past what the plan leaves to JAX; None: it was not, or a CPU.
+
+        CUDA's pool does not stop at that limit where the card is larger.
+        """
+        counts, budget = _device_counts(), self.plan.request.device_budget_bytes
+        if counts is None or budget is None:
+            return None
+        limit, peak = budget - self.plan.request.reserve_bytes, counts["peak_bytes_in_use"]
+        if peak <= limit:
+            return None
+        return (
+            f"device memory: {peak:,} bytes were in use at once, {limit:,} are planned beside the reserve; a card of"
+            f" {budget / MIB:,.0f} MiB may have no room for this run. Raise hardware.vram_reserve_mib by"
+            f" {-(-(peak - limit) // MIB):,}"
+        )
 
     def check_memory(self, state: State) -> dict[str, int]:
         """Compare the plan with the device's own count while one sequence is at rest.
@@ -314,6 +332,10 @@ class Engine:
             trees.append(("K/V in host memory", self.cell_store))
         for owner, tree in trees:
             yield owner, sum({id(x): x.nbytes for x in jax.tree.leaves(tree)}.values())  # a tied head is one array
+
+
+def _device_counts() -> dict[str, int] | None:
+    return jax.devices()[0].memory_stats()
 
 
 def bank_sharding() -> jax.sharding.Sharding:

@@ -64,6 +64,22 @@ class _Reader:
         return jnp.asarray(from_bytes(self.file.data(name), info.type_name, info.shape[-1]).data, jnp.float32)
 
 
+def load_model(
+    file: WeightSource,
+    g: Geometry,
+    num_blocks: int,
+    page_bytes: int,
+    sharding: jax.sharding.Sharding | None,
+    *,
+    with_draft: bool,
+    kernels: bool = False,
+) -> tuple[Weights, tuple[LayerBank, ...]]:
+    """Do `load_weights` and `load_banks` at a time: pinning the bank's memory takes as long as all the rest."""
+    with ThreadPoolExecutor(1) as pool:
+        banks = pool.submit(load_banks, file, g, num_blocks, page_bytes, sharding, kernels=kernels)
+        return load_weights(file, g, with_draft=with_draft, kernels=kernels), banks.result()
+
+
 def load_weights(file: WeightSource, g: Geometry, *, with_draft: bool, kernels: bool = False) -> Weights:
     """Read everything but the routed experts and the n-gram table.
 

@@ -8,6 +8,7 @@ Shapes: T tokens, C streams, E model width, L blocks (MTP block last), V vocabul
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -165,6 +166,8 @@ def start_streams(embedding: Matrix, tokens: jax.Array, g: Geometry) -> jax.Arra
     return jnp.broadcast_to(rows[:, None, :], (rows.shape[0], g.num_streams, rows.shape[1]))
 
 
+# blocks of one signature are traced and lowered once in a program; XLA sees what it would see without
+@partial(jax.jit, static_argnames=("spec",))
 def block(
     streams: jax.Array,
     w: BlockWeights,

@@ -1,15 +1,17 @@
 """The compiled programs of the engine: which there are, when they are compiled, what compiling cost.
 
-Programs are compiled ahead of their first call and kept by a key (kind, number of rows, signature of the block). A
-prompt chunk runs block by block (blocks of one signature share a program, so depth costs no compile time); a decode
-round is one program per window size.
+Programs are compiled ahead of their first call, beside each other where several are known, and kept by a key (kind,
+number of rows, signature of the block). A prompt chunk runs block by block (blocks of one signature share a program, so
+depth costs no compile time); a decode round is a few programs per window size.
 """
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,13 +51,15 @@ from strata_jax.kernels.page_fetch import fetch_pages
 
 Watch = Callable[[str], AbstractContextManager[None]]
 
+_MAX_COMPILERS = 16  # threads; XLA takes some hundred MB in each
+
 
 @dataclass
 class Programs:
     """Compiles on demand.
 
     Attributes:
-        watch: a context that each compilation runs in, made from the program's name.
+        watch: a context that each compilation runs in, made from the program's name; several may run at a time.
         compile_s: seconds spent compiling so far.
         layouts: of banks, by the numbers that keys have for them.
     """
@@ -65,7 +69,7 @@ class Programs:
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     compile_s: float = 0.0
     layouts: list[ExpertLayout] = field(default_factory=list)
-    _run: bool = True
+    _compiler: _Compiler | None = None
 
     def clock_s(self) -> float:
         """Seconds on a clock that stands still while a program is compiled."""
@@ -196,32 +200,47 @@ class Programs:
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """Within the context programs are compiled but not run: arguments may be shapes, results are."""
-        self._run = False
-        try:
-            yield
-        finally:
-            self._run = True
+        """Within the context programs are not run: arguments may be shapes, results are.
+
+        They are compiled beside each other, and are all there when the context ends.
+        """
+        with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
+            self._compiler = compiler = _Compiler(pool)
+            try:
+                yield
+                started = time.perf_counter()
+                self.compiled |= {key: compiled.result() for key, compiled in compiler.started.items()}
+                self.compile_s += time.perf_counter() - started
+            finally:
+                self._compiler = None
+                pool.shutdown(cancel_futures=True)
 
     def call(
         self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...] = (),
         out_shardings: jax.sharding.Sharding | None = None,
     ) -> Any:  # fmt: skip
         """Run the program of a key, compiled from ``f`` at its first call; arrays of ``donate`` are used up."""
-        program = self.compiled.get(key)
+        program, compiler = self.compiled.get(key), self._compiler
+        if compiler is not None:
+            if program is None and key not in compiler.shapes:
+                started = time.perf_counter()
+                lowered = self._lower(f, args, donate, out_shardings)
+                self.compile_s += time.perf_counter() - started
+                compiler.started[key] = compiler.pool.submit(self._compile, key, lowered)
+                compiler.shapes[key] = lowered.out_info
+            shapes = compiler.shapes[key] if program is None else program.out_info
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
         if program is None:
-            program = self.compiled[key] = self._compile(key, f, args, donate, out_shardings)
-        if not self._run:
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.out_info)
+            started = time.perf_counter()
+            with self.watch(_name(key)):
+                program = self.compiled[key] = self._lower(f, args, donate, out_shardings).compile()
+            self.compile_s += time.perf_counter() - started
         return program(*args)
 
-    def _compile(
-        self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...],
-        out_shardings: jax.sharding.Sharding | None,
-    ) -> Any:  # fmt: skip
-        name = " ".join(str(part) for part in key) if isinstance(key, tuple) else str(key)
-        started = time.perf_counter()
-        with self.watch(name), warnings.catch_warnings():
+    def _lower(
+        self, f: Callable, args: tuple, donate: tuple[int, ...], out_shardings: jax.sharding.Sharding | None
+    ) -> Any:
+        with warnings.catch_warnings():
             # a donation that cannot be used means a second copy of the state
             # the backend that the kernels are written for; docs/engine.md says what follows it
             warnings.filterwarnings("ignore", message=".*Pallas Triton backend is deprecated.*")
@@ -229,9 +248,24 @@ class Programs:
             # what is taken over but not read keeps its place in memory all the same: what a GPU has recorded of a round
             # has the addresses of that round
             jitted = jax.jit(f, donate_argnums=donate, keep_unused=bool(donate), out_shardings=out_shardings)
-            program = jitted.lower(*args).compile()
-        self.compile_s += time.perf_counter() - started
-        return program
+            return jitted.lower(*args)
+
+    def _compile(self, key: Hashable, lowered: Any) -> Any:
+        with self.watch(_name(key)):
+            return lowered.compile()
+
+
+def _name(key: Hashable) -> str:
+    return " ".join(str(part) for part in key) if isinstance(key, tuple) else str(key)
+
+
+@dataclass
+class _Compiler:
+    """Programs that are being compiled, by their keys, and the shapes of their results."""
+
+    pool: ThreadPoolExecutor
+    started: dict[Hashable, Future[Any]] = field(default_factory=dict)
+    shapes: dict[Hashable, Any] = field(default_factory=dict)
 
 
 def _used_up(args: tuple) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 Nearly every field lies in its block as whole 16- or 32-bit units: those move in one strided copy, whose two ends are
 views of the blocks and of the planes. The other fields (Q4_K, Q5_K, Q6_K) are put together from masked and shifted
-16-bit units, of many blocks at a time. Work goes through some tiles of rows at a time, so that it stays in the cache
-and a matrix of any size needs no more memory than itself, its planes and a few MiB.
+16-bit units, of many blocks at a time. Work goes through some tiles of rows at a time: a matrix of any size needs no
+more memory than itself, its planes and some MiB, and threads that repack one each seldom wait for Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from strata_jax.gguf.blocks import block_type
 from strata_jax.gguf.planes import PlaneLayout, Source, sources
 
-_CHUNK_BYTES = 2**20
+_CHUNK_BYTES = 2**22
 
 
 def to_planes(packed: np.ndarray, layout: PlaneLayout, out: np.ndarray | None = None) -> np.ndarray:
