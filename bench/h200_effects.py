@@ -150,7 +150,8 @@ class Side:
     def shapes(self) -> tuple[Any, ...]:
         """What its programs depend on."""
         p = self.plan
-        return p.arena, p.context_cells, p.prefill_buckets, p.staged_buckets, p.stage_bytes, tuple(p.loans())
+        decay = p.request.moving.replacement_decay
+        return p.arena, p.context_cells, p.prefill_buckets, p.staged_buckets, p.stage_bytes, p.loans(), decay
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ Held fixed: `synthetic_full` in one quantisation, int8 K/V, experts by Triton ke
 prompt. Varied: the chunk, and where missing experts come from, with the same compiled programs:
 
 - ahead: as planned; the first reading learns which experts prompts use and does not count.
-- in place: nothing is staged, the kernels read all missing experts over the link.
+- in place: nothing is staged, the kernels read all missing experts over the link; blocks are one program then.
 - nothing copied: as ahead, but no byte is; results are wrong, the time is that of everything but copying.
 
 The copy engine's rate is measured first, on experts of one block as a chunk copies them. `share_of_bound` is the time
@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +148,11 @@ def copy_rate(engine: Any, *, pieces: str) -> float:
 @contextmanager
 def variant(engine: Any, name: str) -> Iterator[dict[str, float]]:
     """Change where missing experts come from; gives what was staged, summed over the readings of the context."""
-    import numpy as np
-
     from strata_jax.engine import staging
+    from strata_jax.engine.programs import Programs
 
     found = {"experts": 0.0, "bytes": 0.0, "waited_s": 0.0}
-    choose, copies, stager = staging.choose_staged, engine.staging.copies, staging.Stager
+    made, programs, copies, stager = engine.plan, engine.programs, engine.staging.copies, staging.Stager
 
     class Watched(stager):  # type: ignore[misc, valid-type]
         def close(self) -> None:
@@ -174,11 +174,12 @@ def variant(engine: Any, name: str) -> Iterator[dict[str, float]]:
 
     staging.Stager, engine.staging.copies = Watched, Copies()  # type: ignore[misc]
     if name == "in place":
-        staging.choose_staged = lambda missing, reads: np.zeros(0, np.int64)
+        engine.plan, engine.programs = replace(made, staged_buckets=()), Programs(programs.spec)
     try:
         yield found
     finally:
-        staging.choose_staged, staging.Stager, engine.staging.copies = choose, stager, copies  # type: ignore[misc]
+        engine.plan, engine.programs = made, programs
+        staging.Stager, engine.staging.copies = stager, copies  # type: ignore[misc]
 
 
 if __name__ == "__main__":

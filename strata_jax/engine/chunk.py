@@ -17,7 +17,6 @@ import numpy as np
 from strata_jax.engine.attention import IndexState
 from strata_jax.engine.cell_store import compile_copies
 from strata_jax.engine.decode import tail_of
-from strata_jax.engine.expert_kernels import bank_lines
 from strata_jax.engine.experts import ExpertCounts, LayerBank
 from strata_jax.engine.model import OpenBlock, State
 from strata_jax.engine.round_words import window_words
@@ -34,9 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChunkRead:
-    """What is left of a chunk: streams f32[T, C, E] of trunk and draft block, and counts of every block i32[L', 2 + X].
+    """What is left of a chunk: streams f32[T, C, E] of trunk and draft block, and counts of every block i32[L', 3 + X].
 
-    Counts are look-ups, hits and the uses of each expert: together, for each array that the host reads takes its time.
+    Counts are look-ups, hits, experts that were not computed (of the whole chunk, 0) and the uses of each expert:
+    together, for each array that the host reads takes its time.
     """
 
     streams: jax.Array
@@ -87,7 +87,7 @@ def read_chunk(
                 num,
             )  # fmt: skip
             attention_row += 1
-        streams = staging.streams(layer, found, arena)
+        streams = staging.streams(layer, found, arena, used)
         del found  # what was asked of experts would stay beside the next block's temporaries
         counts.append(used)
     draft_streams = None
@@ -97,44 +97,48 @@ def read_chunk(
             weights.without_blocks(), staging.bank(layer), tables, arena, segments, draft_state, ids, streams,
             state.hidden, first, num,
         )  # fmt: skip
-        draft_streams = staging.streams(layer, found, arena)
+        draft_streams = staging.streams(layer, found, arena, used)
         counts.append(used)
     else:
         hidden = programs.last_hidden(streams, num)
     tail = tail_of(draft_state)
     if tail is not None:
         tail = programs.second(tail)
-    read = ChunkRead(streams, draft_streams, programs.chunk_counts(counts))
+    read = ChunkRead(streams, draft_streams, programs.chunk_counts(counts, staging.lost))
     return arena, State(tuple(blocks), draft_state, tail, history, hidden), read
 
 
 class _Blocks:
-    """The banks of a chunk's blocks as its programs take them, and the programs for experts that are brought."""
+    """The banks of a chunk's blocks as its programs take them, and the programs for experts that are brought.
+
+    Attributes:
+        lost: i32[] of each block that asks for experts, how many of them it did not get.
+    """
 
     def __init__(self, engine: Engine, stage: Stage | None, count: int, next_count: int) -> None:
         self.engine, self.stage, self.count, self.next_count = engine, stage, count, next_count
         self.order = next_staged(engine.banks)
+        self.lost = list[jax.Array]()
 
     def bank(self, layer: int) -> LayerBank:
         in_passes = self.stage is not None and layer in self.order
         return replace(self.engine.banks[layer], in_chunks=True, in_passes=in_passes)
 
-    def streams(self, layer: int, found: Any, arena: jax.Array) -> jax.Array:
+    def streams(self, layer: int, found: Any, arena: jax.Array, used: ExpertCounts) -> jax.Array:
         """The streams after a block: its program's, or those that experts computed in passes have been added to."""
         if not isinstance(found, OpenBlock):
             return found
         assert self.stage is not None
+        assert used.uses is not None
         programs, bank, stage, asked = self.engine.programs, self.engine.banks[layer], self.stage, found.experts
         assert isinstance(bank.layout, ExpertLayout)
         stage.go_on()
         rows = programs.start_experts(bank.layout, arena, self.engine.segments, asked)
-        for words, lines in stage.groups(layer, self.count, self._following(layer)):
-            rows, left = programs.add_experts(bank.layout, rows, asked, words, lines, "a group")
+        for words, lines in stage.groups(layer, self.count, used.uses, self._following(layer)):
+            rows, left = programs.add_experts(bank.layout, rows, asked, words, lines)
             stage.started(left)
-        everywhere = bank_lines(bank.blobs.shape[0])
-        rows, _ = programs.add_experts(bank.layout, rows, asked, bank.blobs, everywhere, "the bank")
-        stage.go_on()
-        streams = programs.close_block(found, rows)
+        streams, lost = programs.close_block(found, rows)
+        self.lost.append(lost)
         stage.go_on()
         return streams
 

@@ -106,6 +106,11 @@ def sum_rows(rows: ExpertRows, weights: jax.Array) -> jax.Array:
     return combine(rows.y, rows.pairs.row_of, weights)
 
 
+def count_left(rows: ExpertRows) -> jax.Array:
+    """How many experts that some token asked for have not been added: i32[]."""
+    return jnp.sum(rows.left & (rows.pairs.count > 0), dtype=jnp.int32)
+
+
 def bank_lines(num_experts: int) -> np.ndarray:
     """Where experts start in a bank u32[X, blob_words]: i32[X]."""
     return np.arange(num_experts, dtype=np.int32)

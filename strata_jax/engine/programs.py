@@ -24,7 +24,7 @@ import numpy as np
 from strata_jax.engine import ple
 from strata_jax.engine.arena import Segments, Tables
 from strata_jax.engine.decode import Keys, Round, feed_draft, first_drafts, round_end, round_part
-from strata_jax.engine.expert_kernels import ExpertRows, add_rows, start_rows
+from strata_jax.engine.expert_kernels import ExpertRows, add_rows, count_left, start_rows
 from strata_jax.engine.experts import ExpertCounts, LayerBank, OpenExperts
 from strata_jax.engine.layers import MixerWeights
 from strata_jax.engine.matrix import Matrix
@@ -102,14 +102,14 @@ class Programs:
         return self.call(key, partial(_start_experts, layout=layout), (arena, segments, asked))
 
     def add_experts(
-        self, layout: ExpertLayout, rows: ExpertRows, asked: OpenExperts, words: jax.Array, lines: Any, source: str
+        self, layout: ExpertLayout, rows: ExpertRows, asked: OpenExperts, words: jax.Array, lines: Any
     ) -> tuple[ExpertRows, jax.Array]:
-        """Compute the experts that lie in an array of the named kind: the rows, and i32[], how many are still left."""
-        key = (f"experts of {source}", *self._experts_key(layout, asked))
+        """Compute the experts of a group: the rows, and i32[], how many that are asked for are still left."""
+        key = ("experts of a group", *self._experts_key(layout, asked))
         return self.call(key, partial(_add_experts, layout=layout), (rows, asked, words, lines), donate=(0,))
 
-    def close_block(self, opened: OpenBlock, rows: ExpertRows) -> jax.Array:
-        """The streams f32[T, C, E] after a block of a chunk."""
+    def close_block(self, opened: OpenBlock, rows: ExpertRows) -> tuple[jax.Array, jax.Array]:
+        """The streams f32[T, C, E] after a block of a chunk, and i32[], experts that it asked for and did not get."""
         args = (opened.streams, opened.inject, opened.experts, rows)
         return self.call(("experts summed", *rows.h.shape, opened.streams.shape[0]), _close_block, args, donate=(0,))
 
@@ -125,9 +125,10 @@ class Programs:
         key = _key("draft", args[6].shape[0], segments=args[4])
         return self.call(key, partial(_draft_chunk, spec=self.spec), args, donate=(3, 5, 8))
 
-    def chunk_counts(self, counts: list[ExpertCounts]) -> jax.Array:
-        """The counts of a chunk's blocks in one array i32[blocks, 2 + X]: look-ups, hits, uses of each expert."""
-        return self.call(("counts", len(counts)), _chunk_counts, (counts,))
+    def chunk_counts(self, counts: list[ExpertCounts], lost: list[jax.Array]) -> jax.Array:
+        """The counts of a chunk's blocks in one array i32[blocks, 3 + X]: look-ups, hits, experts that no block got
+        (``lost: i32[]`` each, summed in every row), uses of each expert."""
+        return self.call(("counts", len(counts), len(lost)), _chunk_counts, (counts, lost))
 
     def last_hidden(self, streams: jax.Array, count: Any) -> jax.Array:
         """The flattened streams f32[C*E] of row ``count - 1``."""
@@ -335,11 +336,13 @@ def _add_experts(
     rows: ExpertRows, asked: OpenExperts, words: jax.Array, lines: jax.Array, *, layout: ExpertLayout
 ) -> tuple[ExpertRows, jax.Array]:
     rows = add_rows(rows, asked.u, words, lines, layout)
-    return rows, jnp.sum(rows.left, dtype=jnp.int32)
+    return rows, count_left(rows)
 
 
-def _close_block(streams: jax.Array, inject: jax.Array, asked: OpenExperts, rows: ExpertRows) -> jax.Array:
-    return close_block(OpenBlock(streams, inject, asked), rows)
+def _close_block(
+    streams: jax.Array, inject: jax.Array, asked: OpenExperts, rows: ExpertRows
+) -> tuple[jax.Array, jax.Array]:
+    return close_block(OpenBlock(streams, inject, asked), rows), count_left(rows)
 
 
 def _draft_chunk(
@@ -365,8 +368,9 @@ def _draft_chunk(
     return out, arena, advance_block(index, after, count), flat[count - 1], counts
 
 
-def _chunk_counts(counts: list[ExpertCounts]) -> jax.Array:
-    return jnp.stack([jnp.concatenate([jnp.stack([c.lookups, c.hits]), jnp.asarray(c.uses)]) for c in counts])
+def _chunk_counts(counts: list[ExpertCounts], lost: list[jax.Array]) -> jax.Array:
+    total = sum(lost, jnp.int32(0))
+    return jnp.stack([jnp.concatenate([jnp.stack([c.lookups, c.hits, total]), jnp.asarray(c.uses)]) for c in counts])
 
 
 def _last_hidden(streams: jax.Array, count: jax.Array) -> jax.Array:

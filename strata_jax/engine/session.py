@@ -253,8 +253,10 @@ class Session:
         rows = self._ple_rows(following) if following else None  # looked up while the device reads this chunk
         out = self._chunk_logits(want, read.streams, read.draft_streams, len(part))
         counts = np.asarray(read.counts)
+        if lost := counts[0, 2]:
+            raise RuntimeError(f"{lost} experts that a chunk asked for were not copied: its results are wrong")
         if engine.staging is not None:
-            engine.staging.count(counts[:, 2:], len(part))
+            engine.staging.count(counts[:, 3:], len(part))
         lookups, hits = counts[:, :2].sum(axis=0).tolist()
         self.on_chunk(ChunkRecord(start, len(part), padded, engine.programs.clock_s() - started, lookups, hits))
         return out, rows

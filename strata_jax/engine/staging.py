@@ -1,9 +1,10 @@
 """Prompts streamed behind compute: missing experts come through a ring of buffers while blocks are computed.
 
 The host runs a chunk block by block. What a block misses comes in groups, each as large as a buffer, and a program for
-each group computes its experts (`experts.OpenExperts`); copies for the group after the next go to a buffer as soon as
-the program that has read it is done, also those of the next block and of the next chunk. So the link copies without a
-pause while copying takes longer than computing, and the device computes without one while computing does.
+each group computes its experts (`experts.OpenExperts`); the next copies go to a buffer as soon as the program that has
+read it is done. The likeliest experts of a block fill the buffers while the block before is computed and this one is
+routed; the host waits for the routing, and then copies what is needed and not there. So no byte is copied that is not
+used, but for some of the first groups, and the link has a pause only while both buffers wait for the routing.
 Sizes and choices: ``memory/staging.py``.
 """
 
@@ -30,10 +31,10 @@ from strata_jax.memory.staging import (
     LINE_BYTES,
     NUM_BUFFERS,
     buffer_lines,
-    choose_staged,
-    expected_reads,
+    choose_ahead,
     expert_lines,
     groups_of,
+    odds_of_use,
 )
 
 if TYPE_CHECKING:
@@ -97,10 +98,13 @@ class Staged(NamedTuple):
 class Stage(Protocol):
     """What a chunk asks for each block whose experts kernels compute."""
 
-    def groups(self, layer: int, num_tokens: int, following: tuple[int, int] | None) -> Iterator[Staged]:
+    def groups(
+        self, layer: int, num_tokens: int, uses: jax.Array, following: tuple[int, int] | None
+    ) -> Iterator[Staged]:
         """Give the groups of a block, each when it has arrived; its program is to be started before the next step.
 
         Args:
+            uses: i32[X] of the block's routing, how often each expert is used; waited for.
             following: the block whose experts are to be copied next, and for how many tokens; None: there is none.
         """
 
@@ -124,20 +128,27 @@ class Stager:
     staging: Staging
     buffers: tuple[jax.Array, ...]
     copied: tuple[int, int] = (0, 0)
-    _planned: deque[tuple[int, int]] = field(default_factory=deque, init=False)  # blocks to come, and their groups
+    _ahead: int | None = field(default=None, init=False)  # the next block, if its likeliest experts come now
     _queue: deque[Group] = field(default_factory=deque, init=False)
     _under_way: deque[tuple[int, Group]] = field(default_factory=deque, init=False)
     _readers: list[Any] = field(default_factory=lambda: [None] * NUM_BUFFERS, init=False)
     _taken: int = field(default=0, init=False)
     _turn: int = field(default=0, init=False)
 
-    def groups(self, layer: int, num_tokens: int, following: tuple[int, int] | None) -> Iterator[Staged]:
-        if not self._planned:
-            self._plan(layer, num_tokens)
-        planned, left = self._planned.popleft()
-        assert planned == layer
+    def groups(
+        self, layer: int, num_tokens: int, uses: jax.Array, following: tuple[int, int] | None
+    ) -> Iterator[Staged]:
+        if self._ahead != layer:
+            self._copy_ahead(layer, num_tokens)
+        self._ahead = None
+        needed = ~self.engine.residency.resident(layer) & (self._wait_for(uses) > 0)
+        self._queue.clear()  # guesses that nothing has been copied of
+        for _, group in self._under_way:
+            needed[group.experts] = False
+        self._queue_groups(layer, np.flatnonzero(needed))
+        left = len(self._under_way) + len(self._queue)
         if following is not None:
-            self._plan(*following)
+            self._copy_ahead(*following)
         for _ in range(left):
             yield self._next()
         self.go_on()
@@ -190,14 +201,29 @@ class Stager:
         self._turn = (buffer + 1) % NUM_BUFFERS
         return True
 
-    def _plan(self, layer: int, num_tokens: int) -> None:
-        """Queue the groups of a block."""
+    def _copy_ahead(self, layer: int, num_tokens: int) -> None:
+        """Queue the likeliest experts of a block that is still to be routed."""
         engine, staging = self.engine, self.staging
-        reads = expected_reads(staging.uses[layer], staging.num_tokens, num_tokens, engine.geometry.num_experts_used)
-        experts = choose_staged(~engine.residency.resident(layer), reads)
-        found = groups_of(experts, self.buffers[0].shape[0] // self._expert_lines(layer))
-        self._queue.extend(Group(layer, group) for group in found)
-        self._planned.append((layer, len(found)))
+        odds = odds_of_use(staging.uses[layer], staging.num_tokens, num_tokens, engine.geometry.num_experts_used)
+        most = NUM_BUFFERS * self._group_experts(layer)
+        self._queue_groups(layer, choose_ahead(~engine.residency.resident(layer), odds, most))
+        self._ahead = layer
+
+    def _queue_groups(self, layer: int, experts: NDArray[np.int64]) -> None:
+        self._queue.extend(Group(layer, group) for group in groups_of(experts, self._group_experts(layer)))
+
+    def _wait_for(self, array: Any) -> NDArray[np.int32]:
+        """Wait for an array from the device; meanwhile copies go on."""
+        array.copy_to_host_async()
+        self.go_on()
+        while not array.is_ready():
+            time.sleep(POLL_S)
+            self.go_on()
+        return np.asarray(array)
+
+    def _group_experts(self, layer: int) -> int:
+        """Experts of a block that a buffer holds."""
+        return self.buffers[0].shape[0] // self._expert_lines(layer)
 
     def _blob_bytes(self, layer: int) -> int:
         return self.engine.banks[layer].blobs.shape[1] * WORD_BYTES
@@ -213,7 +239,9 @@ class StageShapes:
     num_lines: int
     num_experts: int
 
-    def groups(self, layer: int, num_tokens: int, following: tuple[int, int] | None) -> Iterator[Staged]:
+    def groups(
+        self, layer: int, num_tokens: int, uses: jax.Array, following: tuple[int, int] | None
+    ) -> Iterator[Staged]:
         words: Any = jax.ShapeDtypeStruct((self.num_lines, LINE_WORDS), jnp.uint32)
         yield Staged(words, np.full(self.num_experts, -1, np.int32))
 

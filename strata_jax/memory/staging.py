@@ -1,8 +1,8 @@
-"""Experts that are copied ahead of the prompt chunk that needs them: how large the buffers are, who goes there. Pure.
+"""Experts that are copied to the device for the chunk that needs them: how large the buffers are, who goes there. Pure.
 
 While blocks are computed, the link to host memory is free for the experts that they miss (`engine/staging.py`). There
-are two buffers: the experts in one are computed while the other is filled. An expert that is not staged is read in
-place by the kernels: the link moves its bytes once for every tile of its rows, and nothing else is computed meanwhile.
+are two buffers: the experts in one are computed while the other is filled. Until a block is routed the likeliest of its
+missing experts are copied, as many as both buffers hold; after that, those which it needs and which are not there.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 
 from strata_jax.errors import ConfigError
 from strata_jax.memory.expert_kernels import kernel_layers
-from strata_jax.memory.layout import MAX_GROUP_ROWS
 from strata_jax.memory.ledger import MIB
 from strata_jax.memory.sizes import ModelSizes
 
 LINE_BYTES = 512  # experts start at whole lines of 128 words
 NUM_BUFFERS = 2
 MIN_MEAN_ROWS = 4  # rows of an expert, on average, below which chunks use too few experts to copy any unasked
-MIN_READS = 0.75  # expected reads of an expert in place that pay for copying it for sure
+MIN_ODDS = 0.75  # of an expert to be used by a chunk, from which on it is copied unasked
 MIN_GROUP = 8  # experts of a buffer below which auto has none: every group is a program to start
 AUTO_SHARE = 8  # auto takes at most this part of what expert slots could have
 UNSEEN_USES = 0.25  # counted for every expert: one that nobody has used yet may still be used
@@ -106,27 +105,26 @@ def choose_stage_bytes(
     return NUM_BUFFERS * buffer_lines(most) * LINE_BYTES if most >= MIN_GROUP * least else 0
 
 
-def expected_reads(uses: NDArray[np.float64], num_tokens: float, chunk_tokens: int, num_used: int
-                   ) -> NDArray[np.float64]:  # fmt: skip
-    """Return f64[X], how often a chunk would read each expert of a block in place: once for every tile of its rows.
+def odds_of_use(uses: NDArray[np.float64], num_tokens: float, chunk_tokens: int, num_used: int
+                ) -> NDArray[np.float64]:  # fmt: skip
+    """Return f64[X], how likely a chunk uses each expert of a block.
 
     Args:
         uses: f64[X], how many of ``num_tokens`` tokens have used each expert, 0 of 0 at first.
         num_used: experts per token.
     """
     odds = (uses + UNSEEN_USES) / (num_tokens + UNSEEN_USES * len(uses) / num_used)
-    rows = odds * chunk_tokens
-    any_row = 1 - (1 - odds) ** chunk_tokens
-    return np.maximum(any_row, rows / MAX_GROUP_ROWS)
+    return 1 - (1 - np.minimum(odds, 1.0)) ** chunk_tokens
 
 
-def choose_staged(missing: NDArray[np.bool_], reads: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the experts to stage, ascending: those missing ones that are likely enough to be read.
+def choose_ahead(missing: NDArray[np.bool_], odds: NDArray[np.float64], most: int) -> NDArray[np.int64]:
+    """Return the experts to copy before a block is routed, ascending: the likeliest of the missing ones.
 
     Args:
-        missing: bool[X], experts that are not resident. reads: f64[X], as of `expected_reads`.
+        missing: bool[X], experts that are not resident. odds: f64[X], as of `odds_of_use`. most: so many at most.
     """
-    return np.flatnonzero(missing & (reads >= MIN_READS))
+    likely = np.flatnonzero(missing & (odds >= MIN_ODDS))
+    return np.sort(likely[np.argsort(-odds[likely], kind="stable")[:most]])
 
 
 def groups_of(experts: NDArray[np.int64], most: int) -> list[NDArray[np.int64]]:

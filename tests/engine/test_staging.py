@@ -19,6 +19,7 @@ from strata_jax.engine.engine import Engine, bank_sharding
 from strata_jax.engine.experts import LayerBank, mixture
 from strata_jax.engine.host_copies import CopiesAtOnce, CudaCopies, address
 from strata_jax.engine.load import load_banks, load_weights
+from strata_jax.engine.programs import Programs
 from strata_jax.engine.session import Session
 from strata_jax.engine.staging import MAX_COPY_BYTES, Stager, Staging, copy_runs, staged_prompt
 from strata_jax.errors import ConfigError
@@ -66,9 +67,9 @@ class Noted(Stager):
         super().__init__(*args)
         self.asked: list[tuple[int, int]] = []
 
-    def _plan(self, layer: int, num_tokens: int) -> None:
+    def _copy_ahead(self, layer: int, num_tokens: int) -> None:
         self.asked.append((layer, num_tokens))
-        super()._plan(layer, num_tokens)
+        super()._copy_ahead(layer, num_tokens)
 
 
 def read(engine: Engine, monkeypatch: pytest.MonkeyPatch, copies: Any = None) -> tuple[np.ndarray, list[Noted]]:
@@ -108,13 +109,34 @@ def test_a_prompt_gives_the_same_bits_whatever_is_staged(engine: Engine, monkeyp
     assert engine.staging.num_tokens == 2 * CHUNK + 9
     used = engine.geometry.num_experts_used
     np.testing.assert_array_equal(engine.staging.uses.sum(axis=1), np.full(LAYERS, used * (2 * CHUNK + 9)))
-    monkeypatch.setattr(staging, "choose_staged", lambda *args: np.zeros(0, np.int64))
-    alone, [stager] = read(engine, monkeypatch)
-    assert stager.copied == (0, 0)
-    np.testing.assert_array_equal(staged, alone)
+    monkeypatch.setattr(staging, "choose_ahead", lambda *args: np.zeros(0, np.int64))
+    late, [stager] = read(engine, monkeypatch)  # nothing before its block is routed
+    assert 0 < stager.copied[1] <= experts
+    np.testing.assert_array_equal(staged, late)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "plan", replace(engine.plan, staged_buckets=()))
+        patch.setattr(engine, "programs", Programs(engine.programs.spec))
+        alone, stagers = read(engine, monkeypatch)
+    assert not stagers
+    np.testing.assert_allclose(staged, alone, atol=2e-5)  # other programs
     monkeypatch.undo()
     wrong, _ = read(engine, monkeypatch, Nothing())
     assert not np.array_equal(wrong, alone)  # the copies are what is read
+
+
+def test_an_expert_that_never_comes_stops_the_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for = Stager._wait_for
+
+    def forgetful(stager: Stager, array: Any) -> np.ndarray:
+        uses = wait_for(stager, array).copy()
+        missing = ~engine.residency.resident(0) & (uses > 0)
+        uses[np.flatnonzero(missing)[0]] = 0
+        return uses
+
+    monkeypatch.setattr(Stager, "_wait_for", forgetful)
+    monkeypatch.setattr(staging, "choose_ahead", lambda *args: np.zeros(0, np.int64))
+    with pytest.raises(RuntimeError, match="2 experts that a chunk asked for were not copied"):
+        read(engine, monkeypatch)
 
 
 def test_any_experts_may_be_staged(engine: Engine) -> None:
@@ -212,6 +234,36 @@ class Result:
         return self
 
 
+class Uses(Result):
+    """What a block's routing says, there after some looks."""
+
+    def __init__(self, uses: np.ndarray, looks: int) -> None:
+        super().__init__(looks)
+        self.uses = uses
+
+    def copy_to_host_async(self) -> None:
+        return
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        assert self.looks <= 0
+        return self.uses
+
+
+def routed(experts: Any, looks: int = 3) -> Any:
+    return Uses(np.isin(np.arange(EXPERTS), experts).astype(np.int32), looks)
+
+
+def by_hand(copies: Log, here: list[int]) -> tuple[Stager, tuple[jax.Array, ...]]:
+    """A stager of three blocks of which the first experts are resident, and its buffers of 6 experts."""
+    model: Any = SimpleNamespace(
+        geometry=SimpleNamespace(num_experts=EXPERTS, num_experts_used=4),
+        residency=SimpleNamespace(resident=lambda layer: np.arange(EXPERTS) < here[layer]),
+        banks=[LayerBank(jnp.zeros((EXPERTS, 128), jnp.uint32), None, 1)] * 3,
+    )
+    buffers = tuple(jnp.zeros((6, 128), jnp.uint32) for _ in range(2))
+    return Stager(model, Staging(copies, dict.fromkeys(range(3), 0), np.zeros((3, EXPERTS))), buffers), buffers
+
+
 @pytest.mark.parametrize(
     ("looks", "expected"),
     [
@@ -232,19 +284,12 @@ def test_copies_wait_for_the_program_that_reads_their_buffer_and_programs_for_th
 ) -> None:
     """Three blocks that miss 16, 6 and 16 experts, buffers of 6."""
     log: list[str] = []
-    blobs = jnp.zeros((EXPERTS, 128), jnp.uint32)
     here = [0, 10, 0]
-    model: Any = SimpleNamespace(
-        geometry=SimpleNamespace(num_experts=EXPERTS, num_experts_used=4),
-        residency=SimpleNamespace(resident=lambda layer: np.arange(EXPERTS) < here[layer]),
-        banks=[LayerBank(blobs, None, 1)] * 3,
-    )
     copies = Log(log)
-    buffers = tuple(jnp.zeros((6, 128), jnp.uint32) for _ in range(2))
-    stager = Stager(model, Staging(copies, dict.fromkeys(range(3), 0), np.zeros((3, EXPERTS))), buffers)
+    stager, buffers = by_hand(copies, here)
     for layer, following in ((0, (1, CHUNK)), (1, (2, CHUNK)), (2, None)):
         computed: list[int] = []
-        for number, staged in enumerate(stager.groups(layer, CHUNK, following)):
+        for number, staged in enumerate(stager.groups(layer, CHUNK, routed(range(EXPERTS)), following)):
             [buffer] = [i for i, array in enumerate(buffers) if array is staged.words]
             assert buffer not in copies.under_way
             experts = np.flatnonzero(staged.lines >= 0)
@@ -260,12 +305,36 @@ def test_copies_wait_for_the_program_that_reads_their_buffer_and_programs_for_th
     assert all(buffer.is_deleted() for buffer in buffers)
 
 
+def test_what_is_copied_is_what_the_routing_asks_for_and_is_not_there() -> None:
+    copies = Log([])
+    stager, _ = by_hand(copies, [2, 0, 0])
+    stager.staging.num_tokens = 50
+    stager.staging.uses[0, 2:14] = stager.staging.uses[1, 3:9] = 50
+    got: list[list[int]] = []
+
+    def compute(layer: int, uses: Any, following: tuple[int, int] | None) -> None:
+        for staged in stager.groups(layer, CHUNK, uses, following):
+            got.append(np.flatnonzero(staged.lines >= 0).tolist())
+            stager.started(Result(1))
+
+    compute(0, routed([0, 1, 2, 3, 15], looks=0), (1, CHUNK))
+    assert got == [[2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13], [15]]  # both guesses were under way
+    got.clear()
+    compute(1, routed([3, 4, 8, 9, 10]), (2, CHUNK))
+    assert got == [[3, 4, 5, 6, 7, 8], [9, 10]]
+    got.clear()
+    compute(2, routed([]), None)  # nobody has used any of these, so none was copied ahead
+    assert got == []
+    assert stager.copied[1] == 12 + 1 + 6 + 2
+    stager.close()
+
+
 def test_buffers_are_freed_when_a_prompt_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = Log([])
     engine.staging = replace(Staging.of(engine.banks), copies=copies)
     with suppress(RuntimeError), staged_prompt(engine, [CHUNK]) as stager:
         assert stager is not None
-        next(stager.groups(0, CHUNK, None))
+        next(stager.groups(0, CHUNK, routed(range(EXPERTS)), None))
         assert copies.under_way == {1}
         raise RuntimeError("failed")
     assert stager is not None

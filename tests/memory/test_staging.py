@@ -16,12 +16,12 @@ from strata_jax.memory.sizes import model_sizes
 from strata_jax.memory.staging import (
     LINE_BYTES,
     MIN_GROUP,
-    MIN_READS,
+    MIN_ODDS,
     StageNeed,
+    choose_ahead,
     choose_stage_bytes,
-    choose_staged,
-    expected_reads,
     groups_of,
+    odds_of_use,
 )
 from strata_jax.presets import preset_geometry
 
@@ -31,27 +31,29 @@ BLOB = max(model_sizes(MODEL).blobs)
 CARD = PlanRequest(context_cells=8192, chunk_tokens=2048, expert_kernels=True, device_budget_bytes=24 * GIB)
 
 
-def test_missing_experts_that_would_be_read_are_staged_in_groups() -> None:
+def test_the_likeliest_missing_experts_are_copied_ahead_in_groups() -> None:
     missing = np.array([True, True, False, True, True, True])
-    reads = np.array([0.9, 2.0, 3.0, MIN_READS, 1.0, MIN_READS - 0.01])
-    assert choose_staged(missing, reads).tolist() == [0, 1, 3, 4]
-    assert choose_staged(~missing, reads).tolist() == [2]
+    odds = np.array([0.9, 0.95, 1.0, MIN_ODDS, 0.8, MIN_ODDS - 0.01])
+    assert choose_ahead(missing, odds, 6).tolist() == [0, 1, 3, 4]
+    assert choose_ahead(missing, odds, 2).tolist() == [0, 1]
+    assert choose_ahead(missing, odds, 3).tolist() == [0, 1, 4]
+    assert choose_ahead(~missing, odds, 6).tolist() == [2]
     assert [group.tolist() for group in groups_of(np.array([0, 1, 3, 4, 8]), 2)] == [[0, 1], [3, 4], [8]]
     assert [len(group) for group in groups_of(np.arange(13), 6)] == [5, 4, 4]
     assert [len(group) for group in groups_of(np.arange(12), 6)] == [6, 6]
     assert groups_of(np.arange(0), 6) == []
 
 
-def test_reads_follow_what_was_used_and_grow_with_the_chunk() -> None:
-    nobody = expected_reads(np.zeros(64), 0, 32, 8)
+def test_odds_follow_what_was_used_and_grow_with_the_chunk() -> None:
+    nobody = odds_of_use(np.zeros(64), 0, 32, 8)
     assert nobody == pytest.approx(np.full(64, 1 - (1 - 8 / 64) ** 32))  # even odds before anything is known
     uses = np.zeros(64)
     uses[:2] = 1000, 20
-    found = expected_reads(uses, 1000, 512, 8)
-    assert found[0] > 3.9  # 512 rows in tiles of 128
-    assert MIN_READS < found[1] <= 1
-    assert found[2] < MIN_READS
-    assert expected_reads(uses, 1000, 8192, 8)[2] > found[2]
+    found = odds_of_use(uses, 1000, 512, 8)
+    assert found[0] == pytest.approx(1)
+    assert MIN_ODDS < found[1] <= 1
+    assert found[2] < MIN_ODDS
+    assert odds_of_use(uses, 1000, 8192, 8)[2] > found[2]
 
 
 def test_auto_takes_a_part_of_what_is_left_and_at_most_what_two_blocks_miss() -> None:
