@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from itertools import combinations
 
@@ -162,12 +161,11 @@ def test_an_expert_larger_than_its_slot_is_found() -> None:
         check_state(stack.ctx.sizes, stack.ctx.plan, replace(state, slots=replace(state.slots, occupant=table)))
 
 
-def test_an_agent_loop_of_2649_requests_takes_seconds() -> None:
+def test_an_agent_loop_of_2649_requests_keeps_its_invariants() -> None:
     stack = pm.make_stack("iq3_s", pm.card(24_000), conversation_mib=8_000, grow=pm.GROW)
     rng = random.Random(0)
     state, live, length = pm.ready(stack), "worker", {"worker": 0, "reviewer": 0, "retrospective": 0}
     grown = 0
-    begun = time.process_time()
     for i in range(2_649):
         name = live if rng.random() < 0.7 else rng.choice(list(length))
         fresh = rng.choice([30, 300, 1_500, 5_000])
@@ -182,7 +180,6 @@ def test_an_agent_loop_of_2649_requests_takes_seconds() -> None:
         state = stack.after_request(state, facts, facts.prompt_tokens + 300).state
         grown += state.kv_mapped_cells > before
         length[name], live = facts.prompt_tokens + 300, name
-    assert time.process_time() - begun < 5
     assert grown > 50
     check_state(stack.ctx.sizes, stack.ctx.plan, state)
 
