@@ -1,7 +1,7 @@
 """What do experts copied ahead of a prompt's blocks (`prefill.stage_mib`) gain on one NVIDIA GPU?
 
 Held fixed: `synthetic_full` in one quantisation, int8 K/V, experts by Triton kernels, one device memory cap, one
-prompt. Varied: the chunk, and where missing experts come from, with the same compiled programs:
+prompt. Varied: the chunk, and where missing experts come from, with the same compiled programs but for the second:
 
 - ahead: as planned; the first reading learns which experts prompts use and does not count.
 - in place: nothing is staged, the kernels read all missing experts over the link; blocks are one program then.

@@ -210,7 +210,7 @@ class Programs:
             try:
                 yield
                 started = time.perf_counter()
-                self.compiled |= {key: compiled.result() for key, compiled in compiler.started.items()}
+                self.compiled |= {key: program.result() for key, (_, program) in compiler.started.items()}
                 self.compile_s += time.perf_counter() - started
             finally:
                 self._compiler = None
@@ -223,13 +223,12 @@ class Programs:
         """Run the program of a key, compiled from ``f`` at its first call; arrays of ``donate`` are used up."""
         program, compiler = self.compiled.get(key), self._compiler
         if compiler is not None:
-            if program is None and key not in compiler.shapes:
+            if program is None and key not in compiler.started:
                 started = time.perf_counter()
                 lowered = self._lower(f, args, donate, out_shardings)
                 self.compile_s += time.perf_counter() - started
-                compiler.started[key] = compiler.pool.submit(self._compile, key, lowered)
-                compiler.shapes[key] = lowered.out_info
-            shapes = compiler.shapes[key] if program is None else program.out_info
+                compiler.started[key] = lowered.out_info, compiler.pool.submit(self._compile, key, lowered)
+            shapes = compiler.started[key][0] if program is None else program.out_info
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
         if program is None:
             started = time.perf_counter()
@@ -262,11 +261,10 @@ def _name(key: Hashable) -> str:
 
 @dataclass
 class _Compiler:
-    """Programs that are being compiled, by their keys, and the shapes of their results."""
+    """Programs that are being compiled, by their keys: the shapes of their results, and the programs to come."""
 
     pool: ThreadPoolExecutor
-    started: dict[Hashable, Future[Any]] = field(default_factory=dict)
-    shapes: dict[Hashable, Any] = field(default_factory=dict)
+    started: dict[Hashable, tuple[Any, Future[Any]]] = field(default_factory=dict)
 
 
 def _used_up(args: tuple) -> tuple[int, ...]:

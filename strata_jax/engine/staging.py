@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -175,10 +175,7 @@ class Stager:
             if not self._start_one():
                 jax.block_until_ready(self._readers[self._turn])
         buffer, group = self._under_way[0]
-        self.go_on()
-        while self._queue and not copies.done(buffer):
-            time.sleep(POLL_S)
-            self.go_on()
+        self._go_on_until(lambda: copies.done(buffer))
         copies.wait(buffer)
         self._under_way.popleft()
         self._taken = buffer
@@ -215,11 +212,15 @@ class Stager:
     def _wait_for(self, array: Any) -> NDArray[np.int32]:
         """Wait for an array from the device; meanwhile copies go on."""
         array.copy_to_host_async()
+        self._go_on_until(array.is_ready)
+        return np.asarray(jax.block_until_ready(array))
+
+    def _go_on_until(self, done: Callable[[], bool]) -> None:
+        """Start copies until something is done or none is left to start: then the caller can simply wait."""
         self.go_on()
-        while not array.is_ready():
+        while self._queue and not done():
             time.sleep(POLL_S)
             self.go_on()
-        return np.asarray(array)
 
     def _group_experts(self, layer: int) -> int:
         """Experts of a block that a buffer holds."""
