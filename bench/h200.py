@@ -4,7 +4,8 @@ Held fixed: `synthetic_full` (random weights of the published shape and types) i
 Triton kernels. One process for each device memory cap: it measures the roofs, loads, reads prompts and decodes. Varied:
 chunk, prompt length, resident experts, tokens of a window, context. Bounds: a prompt takes as long as the larger of its
 products at XLA's own bf16 rate and the bytes of missing experts at the link's rate; a round as long as the bytes of
-hits, dense weights, states and chosen cells at the memory's rate plus those of misses at the link's. Logits are
+hits, dense weights, states and chosen cells at the memory's rate plus those of misses at the link's. A second share has
+misses at what one kernel reads from host memory for as many experts as a block of the round misses. Logits are
 compared with `engine.kernels=reference` on the same GPU.
 
     python bench/h200.py --layers 12 --caps 8151 --prompts 2048 --chunks 512 2048 --tokens 1 2 --rates 0.2 0.8
@@ -34,8 +35,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from h200_measure import (
+    COUNTED,
     Bounds,
     compared,
+    copy_rate,
     decode_row,
     hbm_roof,
     launch_roof,
@@ -147,6 +150,7 @@ class Child:
 
         engine: Any = None
         bounds: Any = None
+        zero_copy: dict[int, float] = {}
         for idx, made in enumerate(plans.values()):
             if idx == 0:
                 before = time.perf_counter()
@@ -158,9 +162,10 @@ class Child:
                 }  # fmt: skip
                 self.row("load", partial(dict, loaded))
                 if not self.reference:
-                    self.row(
-                        "zero-copy", partial(zero_copy_roof, engine.banks[0].blobs, self.geometry.num_experts_used)
-                    )
+                    for num in (1, self.geometry.num_experts_used // 2, self.geometry.num_experts_used, 40):
+                        found = zero_copy_roof(engine.banks[0].blobs, num)
+                        self.row(f"zero-copy of {num}", partial(dict, found))
+                        zero_copy[num] = found["zero_copy_gb_s"]
                 self.logits(engine)
             else:
                 weights, banks = engine.weights, engine.banks
@@ -169,13 +174,20 @@ class Child:
                 engine = Engine.lay_out(self.model, self.geometry, made, weights, banks, compile_watch, loans=())
             if self.reference:
                 break
-            bounds = Bounds(engine, self.model, **{k: roofs[k] for k in ("hbm_gb_s", "link_gb_s", "bf16_tflops")})
+            if engine.staging is not None:
+                rate = copy_rate(engine, pieces="whole")
+                self.row(f"copy engine chunk {made.chunk_tokens}", partial(dict, {"link_gb_s": rate}))
+                roofs["link_gb_s"] = max(roofs["link_gb_s"], rate)
+            rates = {k: roofs[k] for k in ("hbm_gb_s", "link_gb_s", "bf16_tflops")}
+            bounds = Bounds(engine, self.model, **rates, zero_copy_gb_s=zero_copy)
             self.measure(engine, bounds, made, last=idx == len(plans) - 1)
 
     def plan_for(self, chunk: int) -> MemoryPlan:
         window = max(self.o.tokens)
         rows = len(self.o.contexts) * len(self.o.rates) * sum(self.o.tokens)
-        cells = max(*self.o.prompts, *self.o.chunks, *self.o.contexts) + (self.o.rounds + 6) * rows + 4 * window
+        cells = (
+            max(*self.o.prompts, *self.o.chunks, *self.o.contexts) + (self.o.rounds + COUNTED + 6) * rows + 4 * window
+        )
         request = PlanRequest(
             context_cells=cells, chunk_tokens=chunk, spec_window=max(2, window), expert_kernels=not self.reference,
             device_budget_bytes=self.cap_mib * MIB, reserve_bytes=RESERVE_MIB * MIB,
@@ -210,7 +222,7 @@ class Child:
         from strata_jax.engine.session import fresh_session
 
         if last:
-            self.decode(fresh_session(engine, count_uses=True), bounds, settings)
+            self.decode(fresh_session(engine), bounds, settings)
 
         def check() -> dict[str, Any]:
             found = engine.check_memory(fresh_session(engine).state)

@@ -24,6 +24,7 @@ COPY_WORDS = 2**26  # 256 MiB
 LAUNCHES = 400
 IN_A_ROW = 16  # operations of a roof in one program, so that starting it does not count
 PRODUCT = (8192, 2560, 1280)
+COUNTED = 6  # rounds after the timed ones whose expert uses are read
 
 
 def times_of(call: Callable[[], Any], repeats: int = 20) -> list[float]:
@@ -117,8 +118,33 @@ def launch_roof() -> dict[str, Any]:
     return found
 
 
+def copy_rate(engine: Any, *, pieces: str) -> float:
+    """GB/s of the copy engine: experts of a block that fill a buffer, as neighbours or every second one."""
+    import jax.numpy as jnp
+
+    from strata_jax.engine.host_copies import address
+    from strata_jax.engine.staging import LINE_WORDS, copy_runs
+    from strata_jax.memory.staging import LINE_BYTES, buffer_lines, expert_lines
+
+    blobs = engine.banks[0].blobs
+    num_bytes, lines = blobs.shape[1] * 4, buffer_lines(engine.plan.stage_bytes)
+    buffer = jnp.zeros((lines, LINE_WORDS), jnp.uint32).block_until_ready()
+    most = min(blobs.shape[0] // 2, lines * LINE_BYTES // (expert_lines(num_bytes) * LINE_BYTES))
+    experts = np.arange(most) * (2 if pieces == "pieces" else 1)
+    seconds = []
+    for _ in range(7):
+        started = time.perf_counter()
+        engine.staging.copies.start(0, copy_runs(experts, address(buffer), address(blobs), num_bytes))
+        engine.staging.copies.wait(0)
+        seconds.append(time.perf_counter() - started)
+    np.testing.assert_array_equal(np.asarray(buffer[: num_bytes // LINE_BYTES]).reshape(-1),
+                                  np.asarray(blobs)[0][: num_bytes // LINE_BYTES * LINE_WORDS])  # fmt: skip
+    return most * num_bytes / statistics.median(seconds) / 1e9
+
+
 def zero_copy_roof(bank: Any, num_experts: int) -> dict[str, Any]:
-    """Some experts of a block, other ones each time, copied from host memory by one kernel; nothing is decoded."""
+    """Some experts of a block, other ones each time, copied from host memory by one kernel, many times in one program;
+    nothing is decoded."""
     import jax
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
@@ -135,20 +161,34 @@ def zero_copy_roof(bank: Any, num_experts: int) -> dict[str, Any]:
         out_shape=jax.ShapeDtypeStruct((num_experts, run * count), np.uint32),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
     )  # fmt: skip
-    fn = jax.jit(copy, in_shardings=(None, bank.sharding))
+
+    def copies(ids: jax.Array, words: jax.Array) -> jax.Array:
+        found, total = ids[0], jax.numpy.uint32(0)
+        for i in range(IN_A_ROW):
+            # one after the other, as the blocks of a round are, and none of them left out
+            found, out = jax.lax.optimization_barrier((ids[(i + 1) % IN_A_ROW], copy(found, words)))
+            total += out[0, 0]
+        return total
+
+    fn = jax.jit(copies, in_shardings=(None, bank.sharding))
     order = np.random.default_rng(0).permutation(bank.shape[0]).astype(np.int32)
-    picks = [jax.numpy.asarray(np.roll(order, -num_experts * i)[:num_experts]) for i in range(8)]
-    turn = iter(range(10**9))
-    seconds = times_of(lambda: fn(picks[next(turn) % 8], bank))
-    return _rate(seconds, num_experts * run * count * 4 / 1e9, "zero_copy_gb_s") | {"experts": num_experts}
+    ids = jax.numpy.asarray(np.stack([np.roll(order, -num_experts * i)[:num_experts] for i in range(IN_A_ROW)]))
+    amount = IN_A_ROW * num_experts * run * count * 4 / 1e9
+    return _rate(times_of(lambda: fn(ids, bank)), amount, "zero_copy_gb_s") | {"experts": num_experts}
 
 
 class Bounds:
-    """What the hardware needs at least, from the roofs of the same process."""
+    """What the hardware needs at least, from the roofs of the same process.
 
-    def __init__(self, engine: Engine, model: SyntheticModel, hbm_gb_s: float, link_gb_s: float, bf16_tflops: float
-                 ) -> None:  # fmt: skip
+    zero_copy_gb_s: what one kernel reads from host memory, by the number of experts; none: the link's rate for any.
+    """
+
+    def __init__(
+        self, engine: Engine, model: SyntheticModel, hbm_gb_s: float, link_gb_s: float, bf16_tflops: float,
+        zero_copy_gb_s: dict[int, float] | None = None,
+    ) -> None:  # fmt: skip
         self.engine, self.odds = engine, model.odds
+        self.zero_copy = zero_copy_gb_s or {1: link_gb_s}
         self.hbm, self.link, self.flops = 1e9 * hbm_gb_s, 1e9 * link_gb_s, 1e12 * bf16_tflops
         self.blobs = np.array(model_sizes(engine.geometry).blobs[: len(engine.banks)])
         sizes = model_sizes(engine.geometry)
@@ -179,9 +219,11 @@ class Bounds:
         misses = float(np.sum((used & ~self.resident()) * self.blobs[:, None]))
         dense = self.dense + (self.drafter if num_drafts else 0) + (1 + num_drafts) * self.head
         state = self.state_bytes(context)
+        from_hbm, a_block = (hits + dense + state) / self.hbm, misses / float(np.mean(self.blobs)) / len(uses)
+        zero_copy = 1e9 * float(np.interp(a_block, *zip(*sorted(self.zero_copy.items()), strict=True)))
         return {
             "hit_bytes": hits, "miss_bytes": misses, "dense_bytes": dense, "state_bytes": state,
-            "bound_s": (hits + dense + state) / self.hbm + misses / self.link,
+            "bound_s": from_hbm + misses / self.link, "zero_copy_bound_s": from_hbm + misses / zero_copy,
         }  # fmt: skip
 
     def state_bytes(self, context: int) -> float:
@@ -225,8 +267,9 @@ def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int
                trace: Path | None = None) -> dict[str, Any]:  # fmt: skip
     """Rounds that keep every row (the tokens are forced), with only the first slots filled.
 
-    The session goes on from where it is. Windows of more than one token are followed by the drafts of the next one, as
-    in a run; after one of a single token they are worth nothing, but take as long.
+    Which experts a round used is read back in rounds of their own after the timed ones, for their bytes: another array
+    for the host takes its time. The session goes on from where it is. Windows of more than one token are followed by
+    the drafts of the next one, as in a run; after one of a single token they are worth nothing, but take as long.
     """
     from strata_jax.engine.sampler import sampling_arrays
     from strata_jax.sampling import Sampling
@@ -238,7 +281,7 @@ def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int
         drafts = num_tokens - 1
         following = engine.file.next_tokens()
         how, text = sampling_arrays(Sampling()), [session.tokens[-1]]
-        for _ in range((rounds + 6) * num_tokens + 1):
+        for _ in range((rounds + COUNTED + 6) * num_tokens + 1):
             text.append(int(following[text[-1]]))
         records, floors = [], []
 
@@ -252,14 +295,16 @@ def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int
 
         if drafts:
             session._first_window(text[1], drafts, 0.0)
-        for i in range(rounds + 3):
+        for i in range(rounds + COUNTED + 3):
+            session.count_uses = i >= rounds + 3
             record = run(i)
-            if i >= 3:
-                records.append(record)
+            if session.count_uses:
                 floors.append(bounds.round_s(record.uses, drafts, len(session.tokens)))
-        more = {}
+            elif i >= 3:
+                records.append(record)
+        more, session.count_uses = {}, False
         if trace is not None:
-            later = range(rounds + 3, rounds + 6)
+            later = range(rounds + COUNTED + 3, rounds + COUNTED + 6)
             more = trace_numbers(traced(lambda: [run(i) for i in later] and None, trace), len(later))
         session._forget_chosen()
     finally:
@@ -270,7 +315,8 @@ def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int
     return {
         **ms, "hit_rate": sum(r.hits for r in records) / lookups, "tok_s": 1000 * num_tokens / ms["ms"],
         "bound_ms": 1000 * floor["bound_s"], "share_of_bound": 1000 * floor["bound_s"] / ms["ms"],
-        "context": len(session.tokens), "drafts": drafts, **{k: v for k, v in floor.items() if k != "bound_s"},
+        "share_of_zero_copy_bound": 1000 * floor["zero_copy_bound_s"] / ms["ms"],
+        "context": len(session.tokens), "drafts": drafts, **{k: v for k, v in floor.items() if k.endswith("bytes")},
         "compile_s": engine.programs.compile_s - compiled, **more,
     }  # fmt: skip
 

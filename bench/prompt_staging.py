@@ -20,7 +20,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from h200_measure import Bounds, hbm_roof, product_roof, prompt_row
+from h200_measure import Bounds, copy_rate, hbm_roof, product_roof, prompt_row
 
 from strata_jax.config.schema import RunConfig
 from strata_jax.memory.ledger import MIB, Memory, Phase
@@ -118,31 +117,6 @@ def measure(model: SyntheticModel, plans: list[MemoryPlan], o: argparse.Namespac
                 found = prompt_row(engine, bounds, tokens, o.repeats)
                 each = {f"{key}_a_reading": value / (o.repeats + 1) for key, value in staged.items()}
                 row(f"{name}, chunk {chunk}", **found, **each, **about)
-
-
-def copy_rate(engine: Any, *, pieces: str) -> float:
-    """GB/s of the copy engine: experts of a block that fill a buffer, as neighbours or every second one."""
-    import jax.numpy as jnp
-    import numpy as np
-
-    from strata_jax.engine.host_copies import address
-    from strata_jax.engine.staging import LINE_WORDS, copy_runs
-    from strata_jax.memory.staging import LINE_BYTES, buffer_lines, expert_lines
-
-    blobs = engine.banks[0].blobs
-    num_bytes, lines = blobs.shape[1] * 4, buffer_lines(engine.plan.stage_bytes)
-    buffer = jnp.zeros((lines, LINE_WORDS), jnp.uint32).block_until_ready()
-    most = min(blobs.shape[0] // 2, lines * LINE_BYTES // (expert_lines(num_bytes) * LINE_BYTES))
-    experts = np.arange(most) * (2 if pieces == "pieces" else 1)
-    seconds = []
-    for _ in range(7):
-        started = time.perf_counter()
-        engine.staging.copies.start(0, copy_runs(experts, address(buffer), address(blobs), num_bytes))
-        engine.staging.copies.wait(0)
-        seconds.append(time.perf_counter() - started)
-    np.testing.assert_array_equal(np.asarray(buffer[: num_bytes // LINE_BYTES]).reshape(-1),
-                                  np.asarray(blobs)[0][: num_bytes // LINE_BYTES * LINE_WORDS])  # fmt: skip
-    return most * num_bytes / statistics.median(seconds) / 1e9
 
 
 @contextmanager

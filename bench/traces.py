@@ -38,6 +38,14 @@ def device_events(path: Path) -> list[tuple[str, float, float]]:
     return sorted(events, key=lambda event: event[1])
 
 
+def host_us(path: Path, name: str) -> list[float]:
+    """Microseconds of each event of that name on the host, such as XLA's ``command_buffer::update``."""
+    import jax
+
+    planes = [plane for plane in jax.profiler.ProfileData.from_file(str(path)).planes if plane.name == "/host:CPU"]
+    return [e.duration_ns / 1e3 for plane in planes for line in plane.lines for e in line.events if e.name == name]
+
+
 def busy_us(events: Iterable[tuple[str, float, float]]) -> float:
     """Microseconds in which at least one event ran."""
     total, until = 0.0, 0.0
@@ -55,7 +63,9 @@ def trace_numbers(path: Path, calls: int) -> dict[str, Any]:
         took[name] += end - start
     counts = Counter(name for name, _, _ in events)
     span = max((end for _, _, end in events), default=0.0) - (events[0][1] if events else 0.0)
+    changed = host_us(path, "command_buffer::update")
     return {
+        "recordings_changed": len(changed) / calls, "recordings_changed_ms": sum(changed) / calls / 1e3,
         "launches": len(events) / calls, "busy_ms": busy_us(events) / calls / 1e3, "span_ms": span / calls / 1e3,
         "longest": [
             {"name": name[:60], "us": us / counts[name], "times": counts[name] / calls, "ms_a_call": us / calls / 1e3}

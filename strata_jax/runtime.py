@@ -34,6 +34,9 @@ HOST_POOL_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # XLA multiplies by 2^30 an
 # what was asked for and maps pieces together.
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 ALLOCATOR_KIND = "cuda_async"
+# Equal rounds get equal addresses: else CUDA's pool gives out what happens to be free already, not the next in the
+# order of the stream, and launches that are recorded have to be changed for each address that moves.
+IN_STREAM_ORDER = "TF_DETERMINISTIC_ALLOCATOR"
 PLATFORMS = "JAX_PLATFORMS"
 CACHE_DIR = "JAX_COMPILATION_CACHE_DIR"
 XLA_FLAGS = "XLA_FLAGS"
@@ -48,15 +51,15 @@ FREE_EARLY_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 # with it they had not after 85 s.
 # Nor does it look for values to compute twice to save memory: it counts the pinned bank as device memory, so that it
 # always finds too little and tries for long.
-# The branch of the sampler is recorded with the launches around it: else the host reads which one it is, and the drafts
-# of a round are not started before the GPU has come there.
+# Branches are recorded with the launches around them where XLA can: else the host reads which one it is before it goes
+# on.
 GPU_FLAGS = {
     "--xla_gpu_autotune_level": "0", "--xla_gpu_enable_triton_gemm": "false",
     "--xla_disable_hlo_passes": "rematerialization", "--xla_gpu_enable_command_buffer": "+CONDITIONAL",
 }  # fmt: skip
 
 # Fixed when the first backend starts; the others can be changed while JAX runs.
-CLIENT_VARIABLES = (PLATFORMS, MEM_FRACTION, PREALLOCATE, ALLOCATOR, HOST_POOL_GIB, XLA_FLAGS)
+CLIENT_VARIABLES = (PLATFORMS, MEM_FRACTION, PREALLOCATE, ALLOCATOR, IN_STREAM_ORDER, HOST_POOL_GIB, XLA_FLAGS)
 
 # JAX keeps programs above 1 s of compile time by default; a run here consists of many that take less.
 CACHE_MIN_COMPILE_S = 0.05
@@ -258,6 +261,7 @@ def _gpu_variables(
         MEM_FRACTION: fraction,
         PREALLOCATE: "true" if config.engine.preallocate else "false",
         ALLOCATOR: environ.get(ALLOCATOR, ALLOCATOR_KIND),
+        IN_STREAM_ORDER: environ.get(IN_STREAM_ORDER, "1"),
         HOST_POOL_GIB: str(math.ceil(pool_bytes * (1 + HOST_POOL_SLACK_FRAC) / GIB) + HOST_POOL_SLACK_GIB),
     }
 

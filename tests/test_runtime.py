@@ -32,6 +32,7 @@ def test_memory_fraction_comes_from_the_budget_of_the_plan() -> None:
     assert env.variables["XLA_CLIENT_MEM_FRACTION"] == f"{15_300 / 16_000:.6f}"
     assert env.variables["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
     assert env.variables["XLA_PYTHON_CLIENT_ALLOCATOR"] == "cuda_async"
+    assert env.variables["TF_DETERMINISTIC_ALLOCATOR"] == "1"
     chosen = plan_runtime(RunConfig(), machine(CARD), {"XLA_PYTHON_CLIENT_ALLOCATOR": "bfc"})
     assert chosen.variables["XLA_PYTHON_CLIENT_ALLOCATOR"] == "bfc"
     assert env.variables["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "14"  # the plan's bytes, 12 % more, 2

@@ -161,7 +161,8 @@ def window_rows(num_tokens: int, spec_window: int, num_drafts: int, min_p: float
 def compile_programs(
     engine: Engine, loans: Collection[tuple[int, int]], min_p: float = 0.0, segments_given: int = 0
 ) -> None:
-    """Compile what prompts, greedy and sampled rounds, and moves will run, from shapes alone.
+    """Compile what prompts, greedy rounds and moves will run, from shapes alone; rounds that draw tokens wait for the
+    first of them.
 
     Args:
         loans: (bucket, segments that are away while a chunk of it is read); a bucket that is not there borrows none.
@@ -190,12 +191,12 @@ def _compile_chunk(engine: Engine, bucket: int) -> None:
     ids = np.zeros(bucket, np.int32)
     stage: Stage | None = None
     if bucket in engine.plan.staged_buckets:
-        stage = StageShapes(buffer_lines(engine.plan.stage_bytes), engine.geometry.num_experts)
+        stage = StageShapes(buffer_lines(engine.plan.stage_bytes), engine.banks)
     read_chunk(engine, state, ids, engine.ple_rows([], [0], bucket), 0, 1, stage)
 
 
 def compile_rounds(engine: Engine, min_p: float = 0.0) -> None:
-    """Compile what greedy and sampled rounds run, from the shapes of `with_shapes`."""
+    """Compile what greedy rounds run, from the shapes of `with_shapes`."""
     programs, plan, g = engine.programs, engine.plan, engine.geometry
     state: Any = jax.eval_shape(engine.empty_state)
     streams: Any = jax.ShapeDtypeStruct((1, g.num_streams, g.embed_width), jnp.float32)

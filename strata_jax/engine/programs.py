@@ -62,6 +62,7 @@ class Programs:
         watch: a context that each compilation runs in, made from the program's name; several may run at a time.
         compile_s: seconds spent compiling so far.
         layouts: of banks, by the numbers that keys have for them.
+        places: what the rounds before have left, by the keys of the programs that write over it.
     """
 
     spec: ModelSpec
@@ -69,6 +70,8 @@ class Programs:
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     compile_s: float = 0.0
     layouts: list[ExpertLayout] = field(default_factory=list)
+    places: dict[Hashable, Any] = field(default_factory=dict)
+    _place_shapes: dict[Hashable, Any] = field(default_factory=dict)
     _compiler: _Compiler | None = None
 
     def clock_s(self) -> float:
@@ -105,7 +108,7 @@ class Programs:
         self, layout: ExpertLayout, rows: ExpertRows, asked: OpenExperts, words: jax.Array, lines: Any
     ) -> tuple[ExpertRows, jax.Array]:
         """Compute the experts of a group: the rows, and i32[], how many that are asked for are still left."""
-        key = ("experts of a group", *self._experts_key(layout, asked))
+        key = ("experts of a group", *self._experts_key(layout, asked), words.shape[0])
         return self.call(key, partial(_add_experts, layout=layout), (rows, asked, words, lines), donate=(0,))
 
     def close_block(self, opened: OpenBlock, rows: ExpertRows) -> tuple[jax.Array, jax.Array]:
@@ -147,7 +150,7 @@ class Programs:
 
     def sample(self, scores: jax.Array, position: Any, how: SamplingArrays) -> jax.Array:
         """The first token i32[1], from the prompt's last logits f32[1, V]."""
-        return self.call(("sample",), _sample, (scores, position, how))
+        return self.call(("sample", _choice(how)), _sample, (scores, position, how))
 
     def first_window(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, jax.Array, Kept | None]:
         """`first_drafts`; the values of replacement are the last argument."""
@@ -161,7 +164,8 @@ class Programs:
         before = args[-1]
         segments = before.segments if isinstance(before, Kept) else args[5]
         key = _key("decode", num_window_rows(args[9]), first, len(args[1]), segments=segments)
-        return self.call(key, f, args, donate=(4, 7, 8) if before is None else (4, 5, 7, 8, 12))
+        donate = (4, 7) if before is None else (4, 5, 7, 12)
+        return self._in_place(key, f, args, donate, lambda out: (out[0], out[2]))
 
     def round_end(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round, Kept | None]:
         """`decode.round_end`; what replacement has changed is the last argument, with the segments."""
@@ -169,8 +173,28 @@ class Programs:
         kept = args[-1]
         segments = args[4] if kept is None else kept.segments
         sizes = tuple(len(part.after) for part in args[8])
-        key = _key("decode end", num_window_rows(args[7]), num_drafts, sizes, segments=segments)
-        return self.call(key, f, args, donate=(3, 5) if kept is None else (3, 5, 10))
+        key = _key("decode end", num_window_rows(args[7]), num_drafts, sizes, _choice(args[9]), segments=segments)
+        return self._in_place(key, f, args, (3, 5) if kept is None else (3, 5, 10), lambda out: out[2])
+
+    def _in_place(
+        self, key: tuple[Hashable, ...], f: Callable, args: tuple, donate: tuple[int, ...], fresh: Callable[[Any], Any]
+    ) -> Any:
+        """`call`, of which what is new (``fresh`` of the results) is written over that of the call before.
+
+        A round then takes no memory but for temporaries, and all of it finds the same addresses as the one before: a
+        GPU changes each recorded launch of which an address has moved, which takes the host longer than the launch.
+        """
+        if key not in self._place_shapes:
+            started = time.perf_counter()
+            self._place_shapes[key] = fresh(jax.eval_shape(f, *args))
+            self.compile_s += time.perf_counter() - started
+        places = None if self._compiler else self.places.pop(key, None)
+        if places is None:
+            places = self.call(("places", *key), partial(_empty, self._place_shapes[key]), ())
+        out = self.call(key, partial(_into, f), (places, *args), donate=(0, *(idx + 1 for idx in donate)))
+        if self._compiler is None:
+            self.places[key] = fresh(out)
+        return out
 
     def fill(self, array: jax.Array, bank: LayerBank, experts: list[int], pages: list[int]) -> jax.Array:
         """Copy experts of one block from the bank to runs of pages of one array, in place."""
@@ -267,6 +291,10 @@ class _Compiler:
     started: dict[Hashable, tuple[Any, Future[Any]]] = field(default_factory=dict)
 
 
+def _choice(how: SamplingArrays) -> str:
+    return "greedy" if how.greedy else "sampled"
+
+
 def _used_up(args: tuple) -> tuple[int, ...]:
     """The arguments that a round takes over: arena and state; with values of replacement also segments and these."""
     return (3, 5) if args[-1] is None else (3, 4, 5, len(args) - 1)
@@ -275,6 +303,15 @@ def _used_up(args: tuple) -> tuple[int, ...]:
 def _key(*parts: Hashable, segments: Segments) -> tuple[Hashable, ...]:
     """The key of a program that reads experts: it also depends on which segments there are."""
     return (*parts, f"+{len(segments)}") if segments else parts
+
+
+def _empty(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def _into(f: Callable, places: Any, *args: Any) -> Any:
+    """``f`` of the other arguments; ``places`` are donated to what it returns."""
+    return f(*args)
 
 
 def _ple_chunk(

@@ -6,7 +6,7 @@ only on the seed and on the token's position, so drafted and plain decoding draw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +17,29 @@ from strata_jax.sampling import Sampling
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingArrays:
-    """`Sampling` as device scalars."""
+    """`Sampling` as device scalars.
+
+    greedy: the best token is taken. Known when a program is compiled: of a branch on the device the host would have to
+        read which one it is, in the middle of a round.
+    """
 
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
     min_p: jax.Array
     seed: jax.Array
+    greedy: bool = field(metadata={"static": True})
 
 
 def sampling_arrays(how: Sampling) -> SamplingArrays:
-    """The settings as device scalars, so that changing them compiles nothing."""
+    """The settings as device scalars: between those that are not greedy a change compiles nothing."""
     return SamplingArrays(
         jnp.float32(how.temperature),
         jnp.int32(how.top_k),
         jnp.float32(how.top_p),
         jnp.float32(how.min_p),
         jnp.uint32(how.seed),
+        greedy=how.temperature == 0,
     )
 
 
@@ -47,11 +53,7 @@ def sample(logits: jax.Array, positions: jax.Array, how: SamplingArrays) -> jax.
     Returns:
         i32[T].
     """
-    return jax.lax.cond(
-        how.temperature > 0,
-        lambda: _draw(logits, positions, how),
-        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
-    )
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32) if how.greedy else _draw(logits, positions, how)
 
 
 def filtered(logits: jax.Array, how: SamplingArrays) -> tuple[jax.Array, jax.Array]:

@@ -105,6 +105,7 @@ class Session:
         """
         self._check_tokens(tokens)
         chunk, engine = self.engine.plan.chunk_tokens, self.engine
+        engine.programs.places.clear()  # prompts are planned without
         parts = [list(tokens[first : first + chunk]) for first in range(0, len(tokens), chunk)]
         with staged_prompt(engine, [len(part) for part in parts]) as stage:
             rows = self._ple_rows(parts[0])
@@ -286,10 +287,8 @@ class Session:
         num_drafts: int,
         earlier: Lookups = Lookups(),  # noqa: B008 (immutable)
     ) -> tuple[RoundRecord, list[int], jax.Array]:
-        """Verify a window; returns the record, the drafts worth verifying next, and the logits f32[T, V].
-
-        Who keeps the logits over the next round makes it write to other addresses than this one: a GPU then has to
-        change the launches that it has recorded.
+        """Verify a window; returns the record, the drafts worth verifying next, and the logits f32[T, V], over which
+        the next round writes.
         """
         self._check_owner()
         engine, started, start = self.engine, self.engine.programs.clock_s(), len(self.tokens)
@@ -298,8 +297,10 @@ class Session:
         engine.head()
         rows = engine.ple_rows(self.tokens, window, size)
         words = window_words(window, forced, start, min_p, size)
-        engine.arena, self.state, out, kept = run_round(engine, self.state, words, rows, how, num_drafts)
-        engine.after_turns(kept)
+        started_round = run_round(engine, self.state, words, rows, how, num_drafts)
+        engine.arena, self.state, out = started_round.arena, started_round.state, started_round.found
+        out.report.copy_to_host_async()
+        engine.after_turns(started_round.kept)
         if self.count_uses:
             out.uses.copy_to_host_async()
         report = read_report(out.report, size)

@@ -4,7 +4,8 @@ The host runs a chunk block by block. What a block misses comes in groups, each 
 each group computes its experts (`experts.OpenExperts`); the next copies go to a buffer as soon as the program that has
 read it is done. The likeliest experts of a block fill the buffers while the block before is computed and this one is
 routed; the host waits for the routing, and then copies what is needed and not there. So no byte is copied that is not
-used, but for some of the first groups, and the link has a pause only while both buffers wait for the routing.
+used, but for some of the first groups, and the link has a pause only while both buffers wait for the routing. A block
+that is expected to miss little is not waited for: one program reads all that it misses where it lies.
 Sizes and choices: ``memory/staging.py``.
 """
 
@@ -35,6 +36,7 @@ from strata_jax.memory.staging import (
     expert_lines,
     groups_of,
     odds_of_use,
+    reads_in_place,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +91,8 @@ class Group(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """A group that has arrived: words u32[lines, 128], and the line where each expert starts i32[X], -1 = elsewhere."""
+    """Experts that can be computed: words u32[lines, words_per_line], of a buffer that a group has arrived in or of the
+    bank, and the line where each expert starts i32[X], -1 = elsewhere."""
 
     words: jax.Array
     lines: NDArray[np.int32]
@@ -128,11 +131,12 @@ class Stager:
     staging: Staging
     buffers: tuple[jax.Array, ...]
     copied: tuple[int, int] = (0, 0)
-    _ahead: int | None = field(default=None, init=False)  # the next block, if its likeliest experts come now
+    _ahead: int | None = field(default=None, init=False)  # the next block, once it is known how its experts come
+    _in_place: bool = field(default=False, init=False)  # it reads them where they lie
     _queue: deque[Group] = field(default_factory=deque, init=False)
     _under_way: deque[tuple[int, Group]] = field(default_factory=deque, init=False)
     _readers: list[Any] = field(default_factory=lambda: [None] * NUM_BUFFERS, init=False)
-    _taken: int = field(default=0, init=False)
+    _taken: int | None = field(default=None, init=False)  # the buffer of the last group; None: it is none's
     _turn: int = field(default=0, init=False)
 
     def groups(
@@ -140,8 +144,15 @@ class Stager:
     ) -> Iterator[Staged]:
         if self._ahead != layer:
             self._copy_ahead(layer, num_tokens)
-        self._ahead = None
-        needed = ~self.engine.residency.resident(layer) & (self._wait_for(uses) > 0)
+        self._ahead, missing = None, ~self.engine.residency.resident(layer)
+        if self._in_place:
+            if following is not None:
+                self._copy_ahead(*following)
+            self._taken = None
+            if missing.any():
+                yield in_place(self.engine.banks[layer])
+            return
+        needed = missing & (self._wait_for(uses) > 0)
         self._queue.clear()  # guesses that nothing has been copied of
         for _, group in self._under_way:
             needed[group.experts] = False
@@ -154,7 +165,8 @@ class Stager:
         self.go_on()
 
     def started(self, result: Any) -> None:
-        self._readers[self._taken] = result
+        if self._taken is not None:
+            self._readers[self._taken] = result
         self.go_on()
 
     def go_on(self) -> None:
@@ -199,12 +211,13 @@ class Stager:
         return True
 
     def _copy_ahead(self, layer: int, num_tokens: int) -> None:
-        """Queue the likeliest experts of a block that is still to be routed."""
+        """Decide how a block that is still to be routed gets what it misses; if copied, the likeliest comes first."""
         engine, staging = self.engine, self.staging
         odds = odds_of_use(staging.uses[layer], staging.num_tokens, num_tokens, engine.geometry.num_experts_used)
-        most = NUM_BUFFERS * self._group_experts(layer)
-        self._queue_groups(layer, choose_ahead(~engine.residency.resident(layer), odds, most))
-        self._ahead = layer
+        missing = ~engine.residency.resident(layer)
+        self._ahead, self._in_place = layer, reads_in_place(missing, odds, self._blob_bytes(layer))
+        if not self._in_place:
+            self._queue_groups(layer, choose_ahead(missing, odds, NUM_BUFFERS * self._group_experts(layer)))
 
     def _queue_groups(self, layer: int, experts: NDArray[np.int64]) -> None:
         self._queue.extend(Group(layer, group) for group in groups_of(experts, self._group_experts(layer)))
@@ -235,16 +248,17 @@ class Stager:
 
 @dataclass(frozen=True)
 class StageShapes:
-    """A group by its shapes alone, to compile programs."""
+    """What a block is given by its shapes alone, to compile programs."""
 
     num_lines: int
-    num_experts: int
+    banks: Sequence[LayerBank]
 
     def groups(
         self, layer: int, num_tokens: int, uses: jax.Array, following: tuple[int, int] | None
     ) -> Iterator[Staged]:
         words: Any = jax.ShapeDtypeStruct((self.num_lines, LINE_WORDS), jnp.uint32)
-        yield Staged(words, np.full(self.num_experts, -1, np.int32))
+        yield in_place(self.banks[layer])
+        yield Staged(words, np.full(self.banks[layer].blobs.shape[0], -1, np.int32))
 
     def started(self, result: Any) -> None:
         return
@@ -267,6 +281,11 @@ def staged_prompt(engine: Engine, num_tokens: list[int]) -> Iterator[Stager | No
         yield stager
     finally:
         stager.close()
+
+
+def in_place(bank: LayerBank) -> Staged:
+    """All experts of a block, where they lie."""
+    return Staged(bank.blobs, np.arange(bank.blobs.shape[0], dtype=np.int32))
 
 
 def stages(engine: Engine, num_tokens: int) -> bool:

@@ -82,11 +82,13 @@ def decode_buffers(sizes: ModelSizes, window_tokens: int, cells: Cells, *, with_
     """Return the entries of the decode phase for windows of `window_tokens`."""
     g, rows = sizes.geometry, window_tokens
     channels, heads = gdn_channels(g), g.gdn_key_heads + g.gdn_value_heads
-    per_layer = (rows + g.conv_kernel - 1) * channels + rows * (heads * g.gdn_head_dim + g.gdn_value_heads)
-    num_gdn = len(g.recurrent_layers)
+    num_gdn, windows = len(g.recurrent_layers), sorted({1, rows})  # rounds of either write over the last one's
+    per_layer = sum(
+        (n + g.conv_kernel - 1) * channels + n * (heads * g.gdn_head_dim + g.gdn_value_heads) for n in windows
+    )
     kept = Term(
         "rows kept until acceptance", num_gdn * per_layer * F32_BYTES,
-        f"{num_gdn} GDN layers x {per_layer:,} values x 4 B",
+        f"{num_gdn} GDN layers x {per_layer:,} values x 4 B, windows of {' and '.join(map(str, windows))}",
     )  # fmt: skip
     state = Term(
         "recurrent update", 2 * g.gdn_value_heads * g.gdn_head_dim**2 * F32_BYTES,

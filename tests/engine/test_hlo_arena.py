@@ -19,8 +19,8 @@ from tests.engine.policy_runs import RULE, SMALL, planned, settings_of, tokens
 from tests.oracle.models import ModelStore
 
 KINDS = {
-    "attention", "counts", "decode", "decode end", "draft", "embed", "fill", "first_window", "gdn", "head", "ple",
-    "rows in", "rows out", "sample", "second",
+    "attention", "counts", "decode", "decode end", "draft", "embed", "fill", "first_window", "gdn", "head",
+    "places", "ple", "rows in", "rows out", "sample", "second",
 }  # fmt: skip
 # growth just under the loan moves experts between arrays, a trim moves pages, a restore writes rows
 RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {

@@ -1,4 +1,4 @@
-"""A round in parts: the same bits however many there are."""
+"""A round in parts: the same bits however many there are, written over those of the round before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 from strata_jax.engine import rounds
 from strata_jax.engine.engine import Engine
+from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.session import Session
+from strata_jax.sampling import Sampling
 from tests.engine.conftest import load
 from tests.oracle.models import ModelStore
 
@@ -31,9 +33,9 @@ def outputs(engine: Engine) -> tuple[list[tuple[int, ...]], list[np.ndarray]]:
     return [r.emitted for r in records], [np.asarray(x) for x in (*arrays, *jax.tree.leaves(session.state))]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("size", "firsts"), [(1, {0, 1, 2, 3}), (2, {0, 2}), (3, {0, 3})])
 def test_a_round_in_parts_gives_the_bits_of_one_in_one_part(
-    size: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    size: int, firsts: set[int], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert 3 < engine.geometry.num_layers <= rounds.PART_BLOCKS
     text, arrays = outputs(engine)
@@ -47,8 +49,32 @@ def test_a_round_in_parts_gives_the_bits_of_one_in_one_part(
     monkeypatch.setattr(engine.programs, "round_part", round_part)
     monkeypatch.setattr(rounds, "PART_BLOCKS", size)
     text_in_parts, arrays_in_parts = outputs(engine)
-    assert started == set(range(0, engine.geometry.num_layers, size))
+    assert started == firsts
     assert text_in_parts == text
     assert len(arrays_in_parts) == len(arrays)
     for found, expected in zip(arrays_in_parts, arrays, strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def test_a_round_is_written_over_the_one_before(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "PART_BLOCKS", 2)
+    session, how, programs = Session(engine), sampling_arrays(Sampling()), engine.programs
+    session.prefill(PROMPT)
+    assert not programs.places, "a prompt is planned without them"
+
+    def places() -> dict[str, int]:
+        """Addresses of all that a round leaves, of both window sizes."""
+        found = jax.tree_util.tree_leaves_with_path(programs.places)
+        return {jax.tree_util.keystr(path): leaf.unsafe_buffer_pointer() for path, leaf in found}
+
+    for window in ([7], [7, 9]):
+        logits = session._round(window, [], how, 0.5, 0)[2]
+        before = places()
+        later = session._round(window, [], how, 0.5, 0)[2]
+        assert places() == before
+        assert later.unsafe_buffer_pointer() in before.values()
+        assert logits.is_deleted()
+    assert {"decode", "decode end"} == {key[0] for key in programs.places}
+    assert len(programs.places) == 2 * (len(rounds.parts_of(engine.geometry.num_layers)) + 1)
+    session.prefill(PROMPT)
+    assert not programs.places

@@ -24,6 +24,7 @@ from strata_jax.engine.session import Session
 from strata_jax.engine.staging import MAX_COPY_BYTES, Stager, Staging, copy_runs, staged_prompt
 from strata_jax.errors import ConfigError
 from strata_jax.kernels.expert_gemv import ExpertLayout
+from strata_jax.memory import staging as sizes
 from strata_jax.memory.plan import plan
 from strata_jax.memory.request import PlanRequest
 from strata_jax.memory.staging import LINE_BYTES, expert_lines
@@ -58,6 +59,12 @@ def engine() -> Engine:
     spec = engine.programs.spec
     engine.programs.spec = replace(spec, kernels=False, cells=replace(spec.cells, kernels=False))
     return engine
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These blocks are small: all of them would be read where they lie."""
+    monkeypatch.setattr(sizes, "IN_PLACE_BYTES", 0)
 
 
 class Noted(Stager):
@@ -122,6 +129,37 @@ def test_a_prompt_gives_the_same_bits_whatever_is_staged(engine: Engine, monkeyp
     monkeypatch.undo()
     wrong, _ = read(engine, monkeypatch, Nothing())
     assert not np.array_equal(wrong, alone)  # the copies are what is read
+
+
+def test_a_block_that_misses_little_reads_it_where_it_lies_and_waits_for_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged, [stager] = read(engine, monkeypatch)
+    assert stager.copied[1] > 0
+
+    def waited(stager: Stager, array: Any) -> np.ndarray:
+        raise AssertionError("waited for the routing")
+
+    monkeypatch.setattr(sizes, "IN_PLACE_BYTES", 2**40)
+    monkeypatch.setattr(Stager, "_wait_for", waited)
+    in_place, [stager] = read(engine, monkeypatch)
+    assert stager.copied == (0, 0)
+    np.testing.assert_array_equal(in_place, staged)
+
+
+def test_how_a_block_gets_its_experts_is_decided_once() -> None:
+    stager, buffers = by_hand(Log([]), [0, 0, 0])
+    stager.staging.num_tokens, stager.staging.uses[1] = 50, 50
+    for _ in stager.groups(0, CHUNK, routed([]), (1, CHUNK)):
+        stager.started(Result(1))
+    stager.staging.uses[1], stager.staging.num_tokens = 0, 10**9  # counted since: now it would miss nothing
+    got = []
+    for staged in stager.groups(1, CHUNK, routed(range(EXPERTS)), None):
+        assert any(staged.words is buffer for buffer in buffers)
+        got += np.flatnonzero(staged.lines >= 0).tolist()
+        stager.started(Result(1))
+    assert got == list(range(EXPERTS))
+    stager.close()
 
 
 def test_an_expert_that_never_comes_stops_the_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from strata_jax.memory.plan import MemoryPlan, plan
 from strata_jax.memory.request import MovingMemory, Origin, PlanRequest
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.memory.staging import (
+    IN_PLACE_BYTES,
     LINE_BYTES,
     MIN_GROUP,
     MIN_ODDS,
@@ -22,6 +23,7 @@ from strata_jax.memory.staging import (
     choose_stage_bytes,
     groups_of,
     odds_of_use,
+    reads_in_place,
 )
 from strata_jax.presets import preset_geometry
 
@@ -42,6 +44,15 @@ def test_the_likeliest_missing_experts_are_copied_ahead_in_groups() -> None:
     assert [len(group) for group in groups_of(np.arange(13), 6)] == [5, 4, 4]
     assert [len(group) for group in groups_of(np.arange(12), 6)] == [6, 6]
     assert groups_of(np.arange(0), 6) == []
+
+
+def test_a_block_that_is_expected_to_miss_little_reads_it_in_place() -> None:
+    missing, odds = np.array([True, True, False]), np.array([0.5, 0.25, 1.0])
+    most = int(IN_PLACE_BYTES / 0.75)
+    assert reads_in_place(missing, odds, most)
+    assert not reads_in_place(missing, odds, most + 2)
+    assert not reads_in_place(~missing, odds, IN_PLACE_BYTES + 1)
+    assert reads_in_place(np.zeros(3, bool), odds, 2**40)
 
 
 def test_odds_follow_what_was_used_and_grow_with_the_chunk() -> None:
