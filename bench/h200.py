@@ -3,9 +3,10 @@
 Held fixed: `synthetic_full` (random weights of the published shape and types) in one quantisation, int8 K/V, experts by
 Triton kernels. One process for each device memory cap: it measures the roofs, loads, reads prompts and decodes. Varied:
 chunk, prompt length, resident experts, tokens of a window, context. Bounds: a prompt takes as long as the larger of its
-products at XLA's own bf16 rate and the bytes of missing experts at the link's rate; a round as long as the bytes of
-hits, dense weights, states and chosen cells at the memory's rate plus those of misses at the link's. A second share has
-misses at what one kernel reads from host memory for as many experts as a block of the round misses. Logits are
+products at XLA's own bf16 rate and the bytes of missing experts at the link's rate (the larger of XLA's own copies and
+the driver's); a round as long as the bytes of hits, dense weights, states and chosen cells at the memory's rate plus
+those of misses at the link's. A second share has misses at what one kernel reads from host memory for as many experts
+as a block of the round misses. Logits are
 compared with `engine.kernels=reference` on the same GPU.
 
     python bench/h200.py --layers 12 --caps 8151 --prompts 2048 --chunks 512 2048 --tokens 1 2 --rates 0.2 0.8
@@ -161,11 +162,10 @@ class Child:
                     "compile_s": engine.programs.compile_s, "bank_gb": sum(b.blobs.nbytes for b in engine.banks) / 1e9
                 }  # fmt: skip
                 self.row("load", partial(dict, loaded))
-                if not self.reference:
-                    for num in (1, self.geometry.num_experts_used // 2, self.geometry.num_experts_used, 40):
-                        found = zero_copy_roof(engine.banks[0].blobs, num)
-                        self.row(f"zero-copy of {num}", partial(dict, found))
-                        zero_copy[num] = found["zero_copy_gb_s"]
+                for num in self.batches() if hardware.gpu is not None and not self.reference else ():
+                    found = zero_copy_roof(engine.banks[0].blobs, num)
+                    self.row(f"zero-copy of {num}", partial(dict, found))
+                    zero_copy[num] = found["zero_copy_gb_s"]
                 self.logits(engine)
             else:
                 weights, banks = engine.weights, engine.banks
@@ -181,6 +181,11 @@ class Child:
             rates = {k: roofs[k] for k in ("hbm_gb_s", "link_gb_s", "bf16_tflops")}
             bounds = Bounds(engine, self.model, **rates, zero_copy_gb_s=zero_copy)
             self.measure(engine, bounds, made, last=idx == len(plans) - 1)
+
+    def batches(self) -> tuple[int, ...]:
+        """Experts that a block may miss in a round."""
+        used = self.geometry.num_experts_used
+        return 1, used // 2, used, used * max(self.o.tokens)
 
     def plan_for(self, chunk: int) -> MemoryPlan:
         window = max(self.o.tokens)

@@ -310,12 +310,13 @@ def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int
     finally:
         engine.plan = made
         engine.publish(whole)
+        engine.programs.places.clear()
     ms, floor = spread([r.seconds for r in records]), {k: statistics.mean(f[k] for f in floors) for k in floors[0]}
     lookups = sum(r.lookups for r in records)
     return {
         **ms, "hit_rate": sum(r.hits for r in records) / lookups, "tok_s": 1000 * num_tokens / ms["ms"],
         "bound_ms": 1000 * floor["bound_s"], "share_of_bound": 1000 * floor["bound_s"] / ms["ms"],
-        "share_of_zero_copy_bound": 1000 * floor["zero_copy_bound_s"] / ms["ms"],
+        "bound_link_gb_s": bounds.link / 1e9, "share_of_zero_copy_bound": 1000 * floor["zero_copy_bound_s"] / ms["ms"],
         "context": len(session.tokens), "drafts": drafts, **{k: v for k, v in floor.items() if k.endswith("bytes")},
         "compile_s": engine.programs.compile_s - compiled, **more,
     }  # fmt: skip

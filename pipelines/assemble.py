@@ -36,6 +36,7 @@ from strata_jax.presets import model_shape
 from strata_jax.report.progress import slow_step
 from strata_jax.report.record import RunRecord
 from strata_jax.runtime import describe_target, device_budget_bytes, start_jax
+from strata_jax.sampling import Sampling
 from strata_jax.synthetic import builtin_model_path
 from strata_jax.synthetic.full import NOTE, SyntheticModel
 from strata_jax.synthetic.routing import RoutingSkew
@@ -191,13 +192,22 @@ def load_engine(
     loans = made.loans() if request.moving.on_device or request.expert_kernels else None
     started = time.perf_counter()
     with slow_step(f"loading {geometry.total_bytes / 2**20:,.0f} MiB"):
-        engine = Engine.load(file, geometry, made, watch, loans, config.spec.min_p)
+        sampling = Sampling(config.workload.temperature)
+        engine = Engine.load(file, geometry, made, watch, loans, config.spec.min_p, sampling)
     load_s = time.perf_counter() - started - engine.programs.compile_s
     for owner, num_bytes in engine.live_bytes():
         record.event("load", owner=owner, bytes=num_bytes)
     weights = f"synthetic; routing: {file.skew.text()}" if isinstance(file, SyntheticModel) else "file"
     record.update(model=geometry.name, weights=weights, device=engine.device_name, load_s=load_s)
     return engine
+
+
+def check_peak(config: RunConfig, engine: Engine) -> None:
+    """Say at a run's end if it has taken more device memory than is planned; RuntimeError with `engine.check`."""
+    if problem := engine.past_limit():
+        if config.engine.check:
+            raise RuntimeError(problem)
+        log.warning(problem)
 
 
 def _stand_in(config: RunConfig) -> list[str]:

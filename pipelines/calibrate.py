@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines.assemble import load_engine, make_plan, open_model, read_prompts
+from pipelines.assemble import check_peak, load_engine, make_plan, open_model, read_prompts
 from strata_jax.config.schema import RunConfig
 from strata_jax.errors import ConfigError
 from strata_jax.geometry import Geometry
@@ -57,6 +57,7 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     profile = calibrate(rates, chunks, rounds, sizes, request)
     error = prompt_ms(profile, sizes, request, whole) / whole_ms - 1
     path = record.write_text(PROFILE_FILE, text_of(profile, error))
+    check_peak(config, engine)
     for row in profile.describe():
         record.metric("number", **row)
     print(text_of(profile, error))

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipelines.assemble import Prompt, load_engine, make_plan, open_model, read_prompts
+from pipelines.assemble import Prompt, check_peak, load_engine, make_plan, open_model, read_prompts
 from pipelines.policies import device_settings, moves_memory
 from pipelines.rankings import check_learned_target, save_learned
 from strata_jax.config.schema import RunConfig
@@ -57,10 +57,7 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     finally:  # also what an interrupted run has done
         record.update(**_summary(finished, run_s, engine))
         save_learned(config, runtime, record)
-    if problem := engine.past_limit():
-        if config.engine.check:
-            raise RuntimeError(problem)
-        log.warning(problem)
+    check_peak(config, engine)
     console().print(result_table(record.summary))
     return {}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.assemble import load_engine, make_plan, open_model, read_prompts
+from pipelines.assemble import check_peak, load_engine, make_plan, open_model, read_prompts
 from strata_jax.config.schema import Batching, RunConfig
 from strata_jax.errors import ConfigError
 from strata_jax.report.record import RunRecord
@@ -40,6 +40,7 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
             rows[first : first + len(part)] = session.prefill(part, want="all")
     rows.flush()
     seconds = engine.programs.clock_s() - started_s
+    check_peak(config, engine)
     console().print(f"{path}: float32 {rows.shape[0]:,} x {rows.shape[1]:,}, std {rows.std():.3f}")
     return {
         "num_requests": 1,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines.assemble import load_engine, make_plan, open_model, read_prompts
+from pipelines.assemble import check_peak, load_engine, make_plan, open_model, read_prompts
 from strata_jax.config.schema import RunConfig
 from strata_jax.errors import StrataError
 from strata_jax.report.record import RunRecord
@@ -39,6 +39,7 @@ def run(config: RunConfig, record: RunRecord) -> dict[str, Any]:
     console().print(built)
     record.write_json("parity.json", [dict(zip(COLUMNS, row, strict=True)) for row in rows])
     (record.directory / "parity.txt").write_text(table_text(built), encoding="utf-8")
+    check_peak(config, engine)
     outside = [row[0] for row in rows if not row[-1]]
     summary = {
         "num_requests": len(prompts),

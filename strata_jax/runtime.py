@@ -51,11 +51,9 @@ FREE_EARLY_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 # with it they had not after 85 s.
 # Nor does it look for values to compute twice to save memory: it counts the pinned bank as device memory, so that it
 # always finds too little and tries for long.
-# Branches are recorded with the launches around them where XLA can: else the host reads which one it is before it goes
-# on.
 GPU_FLAGS = {
     "--xla_gpu_autotune_level": "0", "--xla_gpu_enable_triton_gemm": "false",
-    "--xla_disable_hlo_passes": "rematerialization", "--xla_gpu_enable_command_buffer": "+CONDITIONAL",
+    "--xla_disable_hlo_passes": "rematerialization",
 }  # fmt: skip
 
 # Fixed when the first backend starts; the others can be changed while JAX runs.

@@ -25,7 +25,6 @@ from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.staging import Stage, StageShapes, next_staged
 from strata_jax.kernels.expert_gemv import ExpertLayout
 from strata_jax.memory.staging import buffer_lines
-from strata_jax.sampling import Sampling
 
 if TYPE_CHECKING:
     from strata_jax.engine.engine import Engine
@@ -161,8 +160,8 @@ def window_rows(num_tokens: int, spec_window: int, num_drafts: int, min_p: float
 def compile_programs(
     engine: Engine, loans: Collection[tuple[int, int]], min_p: float = 0.0, segments_given: int = 0
 ) -> None:
-    """Compile what prompts, greedy rounds and moves will run, from shapes alone; rounds that draw tokens wait for the
-    first of them.
+    """Compile what prompts, rounds (greedy or sampled, as `Programs.sampling` says) and moves will run, from shapes
+    alone.
 
     Args:
         loans: (bucket, segments that are away while a chunk of it is read); a bucket that is not there borrows none.
@@ -196,11 +195,11 @@ def _compile_chunk(engine: Engine, bucket: int) -> None:
 
 
 def compile_rounds(engine: Engine, min_p: float = 0.0) -> None:
-    """Compile what greedy rounds run, from the shapes of `with_shapes`."""
+    """Compile what rounds run, from the shapes of `with_shapes`."""
     programs, plan, g = engine.programs, engine.plan, engine.geometry
     state: Any = jax.eval_shape(engine.empty_state)
     streams: Any = jax.ShapeDtypeStruct((1, g.num_streams, g.embed_width), jnp.float32)
-    how = sampling_arrays(Sampling())
+    how = sampling_arrays(programs.sampling)
     scores = programs.head(engine.weights.out_mixer, engine.head(), streams)
     programs.sample(scores, np.int32(0), how)
     num_drafts = plan.spec_window - 1 if plan.with_draft else 0

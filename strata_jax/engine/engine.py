@@ -30,6 +30,7 @@ from strata_jax.gguf.source import WeightSource
 from strata_jax.kv_types import cell_bytes
 from strata_jax.memory.ledger import MIB, Owner
 from strata_jax.memory.plan import MemoryPlan
+from strata_jax.sampling import Sampling
 
 LEDGER_TOLERANCE_FRAC = 0.01
 
@@ -84,12 +85,14 @@ class Engine:
         watch: Watch | None = None,
         loans: Collection[tuple[int, int]] | None = None,
         min_p: float = 0.0,
+        sampling: Sampling | None = None,
     ) -> Engine:
         """Read the model as planned: dense weights, bank, arena, resident experts.
 
         Args:
             loans: if given, all programs are compiled before the arena takes its memory (see `compile_programs`);
                 else each at its first call.
+            sampling: by which rounds that are compiled beforehand choose tokens; None: greedy.
 
         Raises:
             FormatError: a tensor's type is one that the engine cannot decode.
@@ -99,7 +102,7 @@ class Engine:
             file, geometry, plan.num_blocks, plan.page_bytes, bank_sharding(), with_draft=plan.with_draft,
             kernels=plan.request.expert_kernels,
         )  # fmt: skip
-        return cls.lay_out(file, geometry, plan, weights, banks, watch, loans, min_p)
+        return cls.lay_out(file, geometry, plan, weights, banks, watch, loans, min_p, sampling)
 
     @classmethod
     def lay_out(
@@ -112,6 +115,7 @@ class Engine:
         watch: Watch | None = None,
         loans: Collection[tuple[int, int]] | None = None,
         min_p: float = 0.0,
+        sampling: Sampling | None = None,
     ) -> Engine:
         """As `load`, for weights and banks that were read for a plan of the same blocks, page and kernels."""
         sharding = bank_sharding()
@@ -122,7 +126,7 @@ class Engine:
         )  # fmt: skip
         decay = plan.request.moving.replacement_decay
         spec = ModelSpec(geometry, cells, replacement_decay=decay or 0.0, kernels=plan.request.expert_kernels)
-        programs = Programs(spec)
+        programs = Programs(spec, sampling=sampling or Sampling())
         if watch is not None:
             programs.watch = watch
         layout, store = plan.arena, None

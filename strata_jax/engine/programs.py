@@ -48,6 +48,7 @@ from strata_jax.engine.sampler import SamplingArrays, sample
 from strata_jax.geometry import Geometry
 from strata_jax.kernels.expert_gemv import ExpertLayout
 from strata_jax.kernels.page_fetch import fetch_pages
+from strata_jax.sampling import Sampling
 
 Watch = Callable[[str], AbstractContextManager[None]]
 
@@ -61,12 +62,14 @@ class Programs:
     Attributes:
         watch: a context that each compilation runs in, made from the program's name; several may run at a time.
         compile_s: seconds spent compiling so far.
+        sampling: by which the rounds that are compiled beforehand choose tokens.
         layouts: of banks, by the numbers that keys have for them.
-        places: what the rounds before have left, by the keys of the programs that write over it.
+        places: what the rounds before have left, by the parts of a round that write over it.
     """
 
     spec: ModelSpec
     watch: Watch = lambda name: nullcontext()
+    sampling: Sampling = field(default_factory=Sampling)
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     compile_s: float = 0.0
     layouts: list[ExpertLayout] = field(default_factory=list)
@@ -108,7 +111,7 @@ class Programs:
         self, layout: ExpertLayout, rows: ExpertRows, asked: OpenExperts, words: jax.Array, lines: Any
     ) -> tuple[ExpertRows, jax.Array]:
         """Compute the experts of a group: the rows, and i32[], how many that are asked for are still left."""
-        key = ("experts of a group", *self._experts_key(layout, asked), words.shape[0])
+        key = ("experts of a group", *self._experts_key(layout, asked), words.shape)
         return self.call(key, partial(_add_experts, layout=layout), (rows, asked, words, lines), donate=(0,))
 
     def close_block(self, opened: OpenBlock, rows: ExpertRows) -> tuple[jax.Array, jax.Array]:
@@ -163,9 +166,9 @@ class Programs:
         f = partial(round_part, first=first, spec=self.spec)
         before = args[-1]
         segments = before.segments if isinstance(before, Kept) else args[5]
-        key = _key("decode", num_window_rows(args[9]), first, len(args[1]), segments=segments)
+        part = ("decode", num_window_rows(args[9]), first, len(args[1]))
         donate = (4, 7) if before is None else (4, 5, 7, 12)
-        return self._in_place(key, f, args, donate, lambda out: (out[0], out[2]))
+        return self._in_place(part, _key(*part, segments=segments), f, args, donate, lambda out: (out[0], out[2]))
 
     def round_end(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round, Kept | None]:
         """`decode.round_end`; what replacement has changed is the last argument, with the segments."""
@@ -173,28 +176,44 @@ class Programs:
         kept = args[-1]
         segments = args[4] if kept is None else kept.segments
         sizes = tuple(len(part.after) for part in args[8])
-        key = _key("decode end", num_window_rows(args[7]), num_drafts, sizes, _choice(args[9]), segments=segments)
-        return self._in_place(key, f, args, (3, 5) if kept is None else (3, 5, 10), lambda out: out[2])
+        part = ("decode end", num_window_rows(args[7]), num_drafts, sizes)
+        key, donate = _key(*part, _choice(args[9]), segments=segments), (3, 5) if kept is None else (3, 5, 10)
+        return self._in_place(part, key, f, args, donate, lambda out: out[2])
 
     def _in_place(
-        self, key: tuple[Hashable, ...], f: Callable, args: tuple, donate: tuple[int, ...], fresh: Callable[[Any], Any]
+        self,
+        part: tuple[Hashable, ...],
+        key: Hashable,
+        f: Callable,
+        args: tuple,
+        donate: tuple[int, ...],
+        fresh: Callable[[Any], Any],
     ) -> Any:
-        """`call`, of which what is new (``fresh`` of the results) is written over that of the call before.
+        """`call`, of which what is new (``fresh`` of the results) is written over that of this part's round before.
 
         A round then takes no memory but for temporaries, and all of it finds the same addresses as the one before: a
         GPU changes each recorded launch of which an address has moved, which takes the host longer than the launch.
         """
-        if key not in self._place_shapes:
+        f = jax.jit(f)  # traced once for its shapes and the program
+        if part not in self._place_shapes:
             started = time.perf_counter()
-            self._place_shapes[key] = fresh(jax.eval_shape(f, *args))
+            self._place_shapes[part] = fresh(jax.eval_shape(f, *args))
             self.compile_s += time.perf_counter() - started
-        places = None if self._compiler else self.places.pop(key, None)
+        places = None if self._compiler else self.places.pop(part, None)
         if places is None:
-            places = self.call(("places", *key), partial(_empty, self._place_shapes[key]), ())
+            places = self.call(("places", *part), partial(_empty, self._place_shapes[part]), ())
         out = self.call(key, partial(_into, f), (places, *args), donate=(0, *(idx + 1 for idx in donate)))
         if self._compiler is None:
-            self.places[key] = fresh(out)
+            self.places[part] = fresh(out)
         return out
+
+    @contextmanager
+    def rounds(self) -> Iterator[None]:
+        """Within the context rounds follow each other; what the last one has left is given back when it ends."""
+        try:
+            yield
+        finally:
+            self.places.clear()
 
     def fill(self, array: jax.Array, bank: LayerBank, experts: list[int], pages: list[int]) -> jax.Array:
         """Copy experts of one block from the bank to runs of pages of one array, in place."""

@@ -234,7 +234,6 @@ class Runtime:
         """Note that a request has ended."""
         step = self.stack.after_request(self.state, reading.facts, len(reading.session.tokens))
         self.carrier.carry_out(step, "decode")
-        self.engine.programs.places.clear()  # what comes next is planned without
         self._read_telemetry()
         self.carrier.memory("start")
 

@@ -105,7 +105,6 @@ class Session:
         """
         self._check_tokens(tokens)
         chunk, engine = self.engine.plan.chunk_tokens, self.engine
-        engine.programs.places.clear()  # prompts are planned without
         parts = [list(tokens[first : first + chunk]) for first in range(0, len(tokens), chunk)]
         with staged_prompt(engine, [len(part) for part in parts]) as stage:
             rows = self._ple_rows(parts[0])
@@ -149,24 +148,26 @@ class Session:
         if num_drafts and left > 0 and token not in stop_ids and self.num_cells_left > 0:
             self._check_owner()
             drafts, used = self._first_window(token, num_drafts, min_p)
-        while left > 0 and token not in stop_ids and self.num_cells_left > 0:
-            window = [token, *drafts][: min(left, self.num_cells_left)]
-            record, drafts = self._round(window, [], how, min_p, num_drafts, used)[:2]
-            used = Lookups()
-            yield record
-            left -= len(record.emitted)
-            if stop_ids.intersection(record.emitted):
-                return
-            token = record.emitted[-1]
+        with engine.programs.rounds():
+            while left > 0 and token not in stop_ids and self.num_cells_left > 0:
+                window = [token, *drafts][: min(left, self.num_cells_left)]
+                record, drafts = self._round(window, [], how, min_p, num_drafts, used)[:2]
+                used = Lookups()
+                yield record
+                left -= len(record.emitted)
+                if stop_ids.intersection(record.emitted):
+                    return
+                token = record.emitted[-1]
 
     def force(self, tokens: Sequence[int]) -> Iterator[tuple[RoundRecord, np.ndarray]]:
         """Continue with given tokens, one verify row per token, without drafts; yields logits f32[V] after each."""
         self._check_tokens(tokens)
         self.drafts_usable = False  # the MTP block does not see these tokens
         how = sampling_arrays(Sampling())
-        for i, token in enumerate(tokens):
-            record, _, scores = self._round([token], list(tokens[i + 1 : i + 2]), how, 0.0, 0)
-            yield record, np.asarray(scores)[0]
+        with self.engine.programs.rounds():
+            for i, token in enumerate(tokens):
+                record, _, scores = self._round([token], list(tokens[i + 1 : i + 2]), how, 0.0, 0)
+                yield record, np.asarray(scores)[0]
 
     def read_windows(self, tokens: Sequence[int]) -> None:
         """Read tokens through decode windows, as many at a time as a window has; `last_logits` or more may follow.
@@ -180,10 +181,11 @@ class Session:
         if num_drafts and left:
             self._forget_chosen()
             self._first_window(left[0], num_drafts, 0.0)
-        while left:
-            window = left[: engine.plan.spec_window if engine.plan.with_draft else 1]
-            left = left[len(window) :]
-            self._round(window, [*window[1:], *left[:1]], how, 0.0, num_drafts)
+        with engine.programs.rounds():
+            while left:
+                window = left[: engine.plan.spec_window if engine.plan.with_draft else 1]
+                left = left[len(window) :]
+                self._round(window, [*window[1:], *left[:1]], how, 0.0, num_drafts)
         self._forget_chosen()
 
     def _forget_chosen(self) -> None:

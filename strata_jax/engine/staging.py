@@ -107,7 +107,7 @@ class Stage(Protocol):
         """Give the groups of a block, each when it has arrived; its program is to be started before the next step.
 
         Args:
-            uses: i32[X] of the block's routing, how often each expert is used; waited for.
+            uses: i32[X] of the block's routing, how often each expert is used; waited for if experts are copied.
             following: the block whose experts are to be copied next, and for how many tokens; None: there is none.
         """
 
@@ -148,6 +148,7 @@ class Stager:
         if self._in_place:
             if following is not None:
                 self._copy_ahead(*following)
+            self.go_on()
             self._taken = None
             if missing.any():
                 yield in_place(self.engine.banks[layer])

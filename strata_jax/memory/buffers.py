@@ -90,6 +90,11 @@ def decode_buffers(sizes: ModelSizes, window_tokens: int, cells: Cells, *, with_
         "rows kept until acceptance", num_gdn * per_layer * F32_BYTES,
         f"{num_gdn} GDN layers x {per_layer:,} values x 4 B, windows of {' and '.join(map(str, windows))}",
     )  # fmt: skip
+    results = Term(
+        "results for the host", sum(windows) * g.vocab_size * F32_BYTES
+        + len(windows) * 2 * sizes.blocks(with_draft) * g.num_experts * F32_BYTES,
+        f"windows of {' and '.join(map(str, windows))}: V {g.vocab_size:,} logits a row, uses of all experts twice",
+    )  # fmt: skip
     state = Term(
         "recurrent update", 2 * g.gdn_value_heads * g.gdn_head_dim**2 * F32_BYTES,
         f"2 x {g.gdn_value_heads} heads x {g.gdn_head_dim}^2 x 4 B",
@@ -99,7 +104,7 @@ def decode_buffers(sizes: ModelSizes, window_tokens: int, cells: Cells, *, with_
         Term("logits and sampling", 6 * rows * g.vocab_size * F32_BYTES, f"6 x T {rows} x V {g.vocab_size:,} x 4 B"),
     )
     return _entries(
-        Phase.DECODE, Owner.DECODE_BUFFERS, (*_throughout(sizes, rows, by_kernels=False), kept, state), parts
+        Phase.DECODE, Owner.DECODE_BUFFERS, (*_throughout(sizes, rows, by_kernels=False), kept, results, state), parts
     )
 
 

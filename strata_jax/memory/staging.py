@@ -2,7 +2,8 @@
 
 While blocks are computed, the link to host memory is free for the experts that they miss (`engine/staging.py`). There
 are two buffers: the experts in one are computed while the other is filled. Until a block is routed the likeliest of its
-missing experts are copied, as many as both buffers hold; after that, those which it needs and which are not there.
+missing experts are copied, as many as both buffers hold; after that, those which it needs and which are not there. What
+is expected to miss little reads it where it lies.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ MIN_MEAN_ROWS = 4  # rows of an expert, on average, below which chunks use too f
 MIN_ODDS = 0.75  # of an expert to be used by a chunk, from which on it is copied unasked
 MIN_GROUP = 8  # experts of a buffer below which auto has none: every group is a program to start
 AUTO_SHARE = 8  # auto takes at most this part of what expert slots could have
-# What a block is expected to miss, below which it is read where it lies, 0.7 ms at 45 GB/s: copied, it would be there
-# once the host has seen the routing, and then has programs to start (1.4 to 2.7 ms more a block of 2,048 tokens, H200).
+# What a block is expected to miss, below which it is read where it lies, 0.7 ms at 45 GB/s: copied, it would come after
+# the host has seen the routing (a read from a GPU and what follows take 0.5 ms or more), and needs programs to start.
 IN_PLACE_BYTES = 32 * MIB
 UNSEEN_USES = 0.25  # counted for every expert: one that nobody has used yet may still be used
 

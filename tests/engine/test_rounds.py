@@ -60,21 +60,33 @@ def test_a_round_is_written_over_the_one_before(engine: Engine, monkeypatch: pyt
     monkeypatch.setattr(rounds, "PART_BLOCKS", 2)
     session, how, programs = Session(engine), sampling_arrays(Sampling()), engine.programs
     session.prefill(PROMPT)
-    assert not programs.places, "a prompt is planned without them"
 
     def places() -> dict[str, int]:
         """Addresses of all that a round leaves, of both window sizes."""
         found = jax.tree_util.tree_leaves_with_path(programs.places)
         return {jax.tree_util.keystr(path): leaf.unsafe_buffer_pointer() for path, leaf in found}
 
-    for window in ([7], [7, 9]):
-        logits = session._round(window, [], how, 0.5, 0)[2]
-        before = places()
-        later = session._round(window, [], how, 0.5, 0)[2]
-        assert places() == before
-        assert later.unsafe_buffer_pointer() in before.values()
-        assert logits.is_deleted()
-    assert {"decode", "decode end"} == {key[0] for key in programs.places}
-    assert len(programs.places) == 2 * (len(rounds.parts_of(engine.geometry.num_layers)) + 1)
-    session.prefill(PROMPT)
+    with programs.rounds():
+        for window in ([7], [7, 9]):
+            logits = session._round(window, [], how, 0.5, 0)[2]
+            before = places()
+            later = session._round(window, [], how, 0.5, 0)[2]
+            assert places() == before
+            assert later.unsafe_buffer_pointer() in before.values()
+            assert logits.is_deleted()
+        assert {"decode", "decode end"} == {key[0] for key in programs.places}
+        assert len(programs.places) == 2 * (len(rounds.parts_of(engine.geometry.num_layers)) + 1)
     assert not programs.places
+
+
+def test_what_rounds_leave_goes_with_them(engine: Engine) -> None:
+    session = Session(engine)
+    decoding = session.decode(session.prefill(PROMPT), max_tokens=20)
+    next(decoding)
+    next(decoding)
+    assert engine.programs.places
+    decoding.close()  # the request is given up
+    assert not engine.programs.places
+    list(session.force([5, 6]))
+    session.read_windows([7, 8, 9])
+    assert not engine.programs.places

@@ -147,7 +147,8 @@ def test_a_block_that_misses_little_reads_it_where_it_lies_and_waits_for_nothing
     np.testing.assert_array_equal(in_place, staged)
 
 
-def test_how_a_block_gets_its_experts_is_decided_once() -> None:
+def test_how_a_block_gets_its_experts_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "IN_PLACE_BYTES", 1)
     stager, buffers = by_hand(Log([]), [0, 0, 0])
     stager.staging.num_tokens, stager.staging.uses[1] = 50, 50
     for _ in stager.groups(0, CHUNK, routed([]), (1, CHUNK)):
@@ -159,6 +160,26 @@ def test_how_a_block_gets_its_experts_is_decided_once() -> None:
         got += np.flatnonzero(staged.lines >= 0).tolist()
         stager.started(Result(1))
     assert got == list(range(EXPERTS))
+    stager.close()
+
+
+def test_a_block_that_reads_in_place_leaves_the_buffers_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block between two that have experts copied: no buffer waits for its program, and copies go on beside it."""
+    monkeypatch.setattr(sizes, "IN_PLACE_BYTES", 1)
+    log: list[str] = []
+    stager, buffers = by_hand(Log(log), [10, 0, 4])
+    stager.staging.num_tokens, stager.staging.uses[[0, 2]] = 10**9, 10**9
+    for layer, following in ((0, (1, CHUNK)), (1, (2, CHUNK)), (2, None)):
+        for staged in stager.groups(layer, CHUNK, routed(range(EXPERTS)), following):
+            [buffer] = [i for i, array in enumerate(buffers) if array is staged.words] or ["bank"]
+            log.append(f"program {layer} of {buffer}")
+            result = Result(50 if layer == 1 else 4)  # the block in place takes long
+            stager.started(result)
+    assert log == [
+        "copy to 0", "arrived in 0", "program 0 of 0", "copy to 1", "program 1 of bank", "copy to 0", "arrived in 1",
+        "program 2 of 1", "arrived in 0", "program 2 of 0",
+    ]  # fmt: skip
+    assert stager.copied[1] == 3 * 6
     stager.close()
 
 

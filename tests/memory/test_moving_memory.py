@@ -183,7 +183,7 @@ def test_a_budget_that_fits_only_with_the_policy_fails_without_it(moving: Moving
 
 
 def test_spare_memory_pays_before_slots_do() -> None:
-    roomy = replace(FIXED, chunk_tokens=16, device_budget_bytes=64 * MIB)
+    roomy = replace(FIXED, chunk_tokens=32, device_budget_bytes=64 * MIB)
     own = plan(SMALL, replace(roomy, moving=MovingMemory(lend=True, own="auto")))
     lent = plan(SMALL, replace(roomy, moving=MovingMemory(lend=True, own="off")))
     assert (own.prompt_layout, own.lent_slots, own.to_json()["prefill"]["layout"]) == ("own", 0, "own")
