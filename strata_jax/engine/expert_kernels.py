@@ -111,6 +111,11 @@ def count_left(rows: ExpertRows) -> jax.Array:
     return jnp.sum(rows.left & (rows.pairs.count > 0), dtype=jnp.int32)
 
 
+def bank_lines(num_experts: int) -> np.ndarray:
+    """Where experts start in a bank u32[X, blob_words]: i32[X]."""
+    return np.arange(num_experts, dtype=np.int32)
+
+
 def chunk(
     u: jax.Array,
     ids: jax.Array,
@@ -122,8 +127,7 @@ def chunk(
 ) -> jax.Array:
     """Many tokens at once, from the arena and from the bank u32[X, blob_words]: f32[T, E]."""
     rows = start_rows(u, ids, arrays, pages, layout)
-    lines = jnp.asarray(np.arange(bank.shape[0], dtype=np.int32))  # an expert a line
-    return sum_rows(add_rows(rows, u, bank, lines, layout), weights)
+    return sum_rows(add_rows(rows, u, bank, jnp.asarray(bank_lines(bank.shape[0])), layout), weights)
 
 
 @partial(jax.jit, static_argnames=("num_used", "layout", "interpret"))

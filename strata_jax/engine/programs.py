@@ -74,7 +74,6 @@ class Programs:
     compile_s: float = 0.0
     layouts: list[ExpertLayout] = field(default_factory=list)
     places: dict[Hashable, Any] = field(default_factory=dict)
-    _place_shapes: dict[Hashable, Any] = field(default_factory=dict)
     _compiler: _Compiler | None = None
 
     def clock_s(self) -> float:
@@ -194,14 +193,11 @@ class Programs:
         A round then takes no memory but for temporaries, and all of it finds the same addresses as the one before: a
         GPU changes each recorded launch of which an address has moved, which takes the host longer than the launch.
         """
-        f = jax.jit(f)  # traced once for its shapes and the program
-        if part not in self._place_shapes:
-            started = time.perf_counter()
-            self._place_shapes[part] = fresh(jax.eval_shape(f, *args))
-            self.compile_s += time.perf_counter() - started
+        if key not in self.compiled:
+            f = jax.jit(f)  # traced once, for the shapes of places and for the program
         places = None if self._compiler else self.places.pop(part, None)
         if places is None:
-            places = self.call(("places", *part), partial(_empty, self._place_shapes[part]), ())
+            places = self.call(("places", *part), partial(_empty, f, args, fresh), ())
         out = self.call(key, partial(_into, f), (places, *args), donate=(0, *(idx + 1 for idx in donate)))
         if self._compiler is None:
             self.places[part] = fresh(out)
@@ -324,8 +320,9 @@ def _key(*parts: Hashable, segments: Segments) -> tuple[Hashable, ...]:
     return (*parts, f"+{len(segments)}") if segments else parts
 
 
-def _empty(shapes: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+def _empty(f: Callable, args: tuple, fresh: Callable[[Any], Any]) -> Any:
+    """Zeros in place of what is new of the results of ``f``."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), fresh(jax.eval_shape(f, *args)))
 
 
 def _into(f: Callable, places: Any, *args: Any) -> Any:

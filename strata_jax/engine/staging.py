@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_jax.engine.expert_kernels import bank_lines
 from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.host_copies import HostCopies, Run, address, host_copies
 from strata_jax.errors import ConfigError
@@ -286,7 +287,7 @@ def staged_prompt(engine: Engine, num_tokens: list[int]) -> Iterator[Stager | No
 
 def in_place(bank: LayerBank) -> Staged:
     """All experts of a block, where they lie."""
-    return Staged(bank.blobs, np.arange(bank.blobs.shape[0], dtype=np.int32))
+    return Staged(bank.blobs, bank_lines(bank.blobs.shape[0]))
 
 
 def stages(engine: Engine, num_tokens: int) -> bool:
