@@ -2,12 +2,16 @@
 
 Held fixed: `synthetic_full` (random weights of the published shape and types) in one quantisation, int8 K/V, experts by
 Triton kernels. One process for each device memory cap: it measures the roofs, loads, reads prompts and decodes. Varied:
-chunk, prompt length, resident experts, tokens of a window, context. Bounds: a prompt takes as long as the larger of its
-products at XLA's own bf16 rate and the bytes of missing experts at the link's rate (the larger of XLA's own copies and
-the driver's); a round as long as the bytes of hits, dense weights, states and chosen cells at the memory's rate plus
-those of misses at the link's. A second share has misses at what one kernel reads from host memory for as many experts
-as a block of the round misses. Logits are
-compared with `engine.kernels=reference` on the same GPU.
+chunk, prompt length, resident experts, tokens of a window, context. Bounds, two of each:
+
+- A prompt takes as long as the larger of its products at XLA's own bf16 rate and the bytes of missing experts at the
+  link's rate (the larger of XLA's own copies and the driver's). At shapes: products of experts take as long as XLA does
+  with decoded weights, some rows for each of many experts.
+- A round takes as long as the bytes of hits, dense weights, states and chosen cells at the memory's rate plus those of
+  misses at the link's. Zero-copy: misses at what one kernel reads from host memory for as many experts as a block of
+  the round misses.
+
+Logits are compared with `engine.kernels=reference` on the same GPU.
 
     python bench/h200.py --layers 12 --caps 8151 --prompts 2048 --chunks 512 2048 --tokens 1 2 --rates 0.2 0.8
     python bench/h200.py --layers 4 --caps 8151 --prompts 512 --chunks 512 --tokens 1 --rates 0.5 --compare
@@ -41,6 +45,7 @@ from h200_measure import (
     compared,
     copy_rate,
     decode_row,
+    experts_roof,
     hbm_roof,
     launch_roof,
     link_roof,
@@ -147,6 +152,12 @@ class Child:
 
         self.about |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "python": sys.version.split()[0]}
         roofs = {} if self.reference else self.roofs()
+        experts_s: dict[int, float] = {}
+        if hardware.gpu is not None and not self.reference:
+            for tokens in {made.chunk_tokens for made in plans.values()}:
+                found = experts_roof(self.geometry, tokens)
+                self.row(f"roof experts chunk {tokens}", partial(dict, found))
+                experts_s[tokens] = found["experts_s"]
         from strata_jax.engine.engine import Engine
 
         engine: Any = None
@@ -179,7 +190,7 @@ class Child:
                 self.row(f"copy engine chunk {made.chunk_tokens}", partial(dict, {"link_gb_s": rate}))
                 roofs["link_gb_s"] = max(roofs["link_gb_s"], rate)
             rates = {k: roofs[k] for k in ("hbm_gb_s", "link_gb_s", "bf16_tflops")}
-            bounds = Bounds(engine, self.model, **rates, zero_copy_gb_s=zero_copy)
+            bounds = Bounds(engine, self.model, **rates, zero_copy_gb_s=zero_copy, experts_s=experts_s)
             self.measure(engine, bounds, made, last=idx == len(plans) - 1)
 
     def batches(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from strata_jax.memory.sizes import model_sizes
 if TYPE_CHECKING:
     from strata_jax.engine.engine import Engine
     from strata_jax.engine.session import Session
+    from strata_jax.geometry import Geometry
     from strata_jax.synthetic.full import SyntheticModel
 
 COPY_WORDS = 2**26  # 256 MiB
@@ -86,6 +87,28 @@ def product_roof() -> dict[str, Any]:
     a, b = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate([(m, k), (k, n)]))
     many = jax.jit(lambda a, b: [a @ (b * (i + 1)) for i in range(IN_A_ROW)])
     return _rate(times_of(lambda: many(a, b)), IN_A_ROW * 2 * m * k * n / 1e12, "bf16_tflops") | {"shape": (m, k, n)}
+
+
+def experts_roof(g: Geometry, chunk: int) -> dict[str, Any]:
+    """XLA's own bf16 products of a block's experts, already decoded, each with its mean rows of a chunk."""
+    import jax
+    import jax.numpy as jnp
+
+    num, rows = g.num_experts, -(-chunk * g.num_experts_used // g.num_experts)
+    width, hidden = g.embed_width, g.expert_width[0]
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        dims = (((2,), (1,)), ((0,), (0,)))
+        return jax.lax.dot_general(x, w, dims, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+
+    found: dict[str, Any] = {"rows": rows}
+    for name, k, n in (("gate_up", width, 2 * hidden), ("down", hidden, width)):
+        # one at a time: together they would not fit an 8 GB card
+        x, w = (jnp.ones(shape, jnp.bfloat16) for shape in ((num, rows, k), (num, k, n)))
+        run = jax.jit(product)
+        found |= spread(times_of(lambda run=run, x=x, w=w: run(x, w), repeats=7), f"{name}_ms")  # type: ignore[misc]
+    seconds = (found["gate_up_ms"] + found["down_ms"]) / 1e3
+    return found | {"experts_s": seconds, "bf16_tflops": 6 * num * rows * width * hidden / seconds / 1e12}
 
 
 def launch_roof() -> dict[str, Any]:
@@ -181,13 +204,14 @@ class Bounds:
     """What the hardware needs at least, from the roofs of the same process.
 
     zero_copy_gb_s: what one kernel reads from host memory, by the number of experts; none: the link's rate for any.
+    experts_s: what XLA needs for the products of a block's experts in bf16, by the tokens of a chunk.
     """
 
     def __init__(
         self, engine: Engine, model: SyntheticModel, hbm_gb_s: float, link_gb_s: float, bf16_tflops: float,
-        zero_copy_gb_s: dict[int, float] | None = None,
+        zero_copy_gb_s: dict[int, float] | None = None, experts_s: dict[int, float] | None = None,
     ) -> None:  # fmt: skip
-        self.engine, self.odds = engine, model.odds
+        self.engine, self.odds, self.experts_s = engine, model.odds, experts_s or {}
         self.zero_copy = zero_copy_gb_s or {1: link_gb_s}
         self.hbm, self.link, self.flops = 1e9 * hbm_gb_s, 1e9 * link_gb_s, 1e12 * bf16_tflops
         self.blobs = np.array(model_sizes(engine.geometry).blobs[: len(engine.banks)])
@@ -199,7 +223,10 @@ class Bounds:
         return self.engine.residency.slot_of >= 0
 
     def chunk_s(self, num_tokens: int) -> dict[str, float]:
-        """The expected bytes of missing experts that a chunk uses, and its products with experts and dense weights."""
+        """The expected bytes of missing experts that a chunk uses, and its products with experts and dense weights.
+
+        `shapes_s` takes as long for those of experts as XLA does with decoded weights of the same shapes.
+        """
         g = self.engine.geometry
         used = 1 - (1 - self.odds) ** num_tokens  # of each expert, the same in every block
         missing = float(np.sum((~self.resident()) * used[None, :] * self.blobs[:, None]))
@@ -208,8 +235,11 @@ class Bounds:
             t.num_parameters for t in g.tensor_types.values()
             if t.component not in ("token_embd", "output", "PLE table", "routed experts", "MTP experts")
         )  # fmt: skip
-        flops = 2 * num_tokens * (g.num_experts_used * expert + dense)
-        return {"stream_s": missing / self.link, "compute_s": flops / self.flops}
+        of_dense, of_experts = 2 * num_tokens * dense, 2 * num_tokens * g.num_experts_used * expert
+        found = {"stream_s": missing / self.link, "compute_s": (of_dense + of_experts) / self.flops}
+        if num_tokens in self.experts_s:
+            found["shapes_s"] = of_dense / self.flops + len(self.engine.banks) * self.experts_s[num_tokens]
+        return found
 
     def round_s(self, uses: np.ndarray, num_drafts: int, context: int) -> dict[str, float]:
         """Bytes of a round: each expert that it uses once, from where it is; dense weights, and the head again for
@@ -251,13 +281,17 @@ def prompt_row(engine: Engine, bounds: Bounds, tokens: list[int], repeats: int, 
         if i:
             totals.append(sum(r.seconds for r in records))
             lookups, hits = sum(r.lookups for r in records), sum(r.hits for r in records)
-    limits = bounds.chunk_s(chunk)
+    limits, median = bounds.chunk_s(chunk), statistics.median(totals)
+    at_shapes = limits.pop("shapes_s", None)
     floor = max(limits.values()) * len(tokens) / chunk
-    median = statistics.median(totals)
     return {
         **spread(totals), "tokens": len(tokens), "tok_s": len(tokens) / median, "hit_rate": hits / lookups,
         "bound_tok_s": len(tokens) / floor, "share_of_bound": floor / median,
         "bound_by": max(limits, key=lambda name: limits[name]), **{f"chunk_{k}": v for k, v in limits.items()},
+        **({} if at_shapes is None else {
+            "share_at_shapes": max(limits["stream_s"], at_shapes) * len(tokens) / chunk / median,
+            "chunk_shapes_s": at_shapes,
+        }),
         "compile_s": engine.programs.compile_s - compiled,
         **({} if trace is None else trace_numbers(traced(lambda: fresh_session(engine).prefill(tokens), trace), 1)),
     }  # fmt: skip
@@ -364,6 +398,7 @@ def summary(row: dict[str, Any]) -> str:
     names = (
         "s", "bank_gb", "hbm_gb_s", "link_gb_s", "bf16_tflops", "launch_us", "triton_launch_us", "zero_copy_gb_s",
         "slots", "hit_rate", "ms", "ms_min", "ms_max", "runs", "tok_s", "bound_tok_s", "bound_ms", "share_of_bound",
+        "share_at_shapes",
         "bound_by", "finite", "max_difference", "after_chunk", "std", "same_best", "launches", "busy_ms", "span_ms",
         "planned_bytes", "found_bytes", "peak_bytes", "planned_peak_bytes", "compile_s",
     )  # fmt: skip

@@ -349,7 +349,7 @@ def submit_layer(layer: Layer, chunk: Chunk, blocks: Blocks) -> Future[Any]:
         h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, layer.layout, h, blocks)
         y = jnp.zeros((pairs.token_of.shape[0], WIDTH), jnp.float32)
         y = grouped_down(h, tiles, words, lines, layer.layout, y, blocks)
-        return combine(y, pairs.row_of, weights)
+        return combine(y, pairs, weights)
 
     return start(fn, chunk.u, chunk.ids, jnp.ones(chunk.ids.shape), layer.words, layer.lines)
 

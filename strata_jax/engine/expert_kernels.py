@@ -68,7 +68,7 @@ class ExpertRows:
 
     Attributes:
         pairs: the pairs, sorted by expert. tiles: of their rows.
-        h: bf16[P + pad, F], hidden rows. y: bf16[P + pad, E], outputs; 0 where no expert was asked.
+        h: bf16[P + pad, F], hidden rows. y: bf16[P + pad, E], outputs; rows of no expert hold anything.
         left: bool[X], experts that have not been added.
     """
 
@@ -103,7 +103,7 @@ def add_rows(rows: ExpertRows, u: jax.Array, words: jax.Array, lines: jax.Array,
 
 def sum_rows(rows: ExpertRows, weights: jax.Array) -> jax.Array:
     """The sum of each token's experts, weighted by ``weights: f32[T, K]``: f32[T, E]."""
-    return combine(rows.y, rows.pairs.row_of, weights)
+    return combine(rows.y, rows.pairs, weights)
 
 
 def count_left(rows: ExpertRows) -> jax.Array:
@@ -177,8 +177,7 @@ def _start(
     num_experts, num_pairs = pages.shape[0], ids.size
     blocks = _blocks(num_pairs, num_experts, layout)
     pairs = sort_pairs(ids, num_experts, blocks.rows)
-    h = jnp.zeros((num_pairs + blocks.rows, layout.gate.rows), jnp.bfloat16)
-    y = jnp.zeros((num_pairs + blocks.rows, layout.down.rows), jnp.bfloat16)
+    h, y = (jax.lax.empty((num_pairs + blocks.rows, m.rows), jnp.bfloat16) for m in (layout.gate, layout.down))
     rows = ExpertRows(pairs, tile_map(pairs, blocks.rows), h, y, jnp.ones(num_experts, bool))
     for words, lines in zip(arrays, arena_lines(arrays, pages), strict=True):
         rows = _add(rows, u, words, lines, layout=layout, interpret=interpret)

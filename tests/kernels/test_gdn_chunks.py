@@ -18,6 +18,7 @@ from tests.kernels.place import INTERPRET
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
 KEY_HEADS, VALUE_HEADS, HEAD, CHUNK, T = 2, 4, 128, 16, 48
 TOLERANCE = 2e-5
+ROUGH = 5e-3  # of outputs that are one TF32 product, on a GPU
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compile, not run
 
 
@@ -53,6 +54,7 @@ def test_a_prompt_is_the_recurrence_up_to_its_count(backend: str) -> None:
     run = jax.jit(
         lambda *args: gdn_chunks(*args, chunk=CHUNK, backend=backend, interpret=INTERPRET), compiler_options=FAST
     )  # fmt: skip
+    of_outputs = ROUGH if backend == "triton" and not INTERPRET else TOLERANCE
     for hard in (False, True):
         given = inputs(hard=hard)
         expected, states = recurrence(*given)
@@ -62,7 +64,7 @@ def test_a_prompt_is_the_recurrence_up_to_its_count(backend: str) -> None:
             for x in padded[:2]:
                 x[count:] = np.roll(x[count:], 1, axis=-1)
             out, memory = run(*padded, jnp.int32(count))
-            np.testing.assert_allclose(out[:count], expected[:count], atol=TOLERANCE)
+            np.testing.assert_allclose(out[:count], expected[:count], atol=of_outputs)
             np.testing.assert_allclose(memory, states[count], atol=TOLERANCE, err_msg=f"{count} tokens, {hard}")
 
 

@@ -157,13 +157,13 @@ def test_a_chunk_with_experts_in_the_arena_and_in_a_buffer_gives_each_token_its_
     @jax.jit
     def chunk(u: jax.Array, ids: jax.Array, shares: jax.Array) -> jax.Array:
         pairs = sort_pairs(ids, NUM_EXPERTS, BLOCKS.rows)
-        h = jnp.zeros((ids.size + BLOCKS.rows, EXPERT_WIDTH), jnp.bfloat16)
-        y = jnp.zeros((ids.size + BLOCKS.rows, WIDTH), jnp.float32)
+        h = jnp.full((ids.size + BLOCKS.rows, EXPERT_WIDTH), jnp.nan, jnp.bfloat16)
+        y = jnp.full((ids.size + BLOCKS.rows, WIDTH), jnp.nan, jnp.float32)
         tiles = tile_map(pairs, BLOCKS.rows)
         for words, lines in sources:
             h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, case.layout, h, BLOCKS)
             y = grouped_down(h, tiles, words, lines, case.layout, y, BLOCKS)
-        return combine(y, pairs.row_of, shares)
+        return combine(y, pairs, shares)
 
     shares = np.random.default_rng(2).random(case.ids.shape).astype(np.float32)
     got = chunk(case.u, jnp.asarray(case.ids), jnp.asarray(shares))
@@ -171,7 +171,7 @@ def test_a_chunk_with_experts_in_the_arena_and_in_a_buffer_gives_each_token_its_
     for t in range(NUM_TOKENS - 2):
         for k, expert in enumerate(case.ids[t]):
             expected[t] += shares[t, k] * (case.hidden(np.array([t]), expert) @ case.weights[expert][2].T)[0]
-    assert rel_err(got[:-2], expected[:-2]) < 5e-3
+    assert rel_err(got, expected) < 5e-3  # the last tokens have no expert: their rows are what they were, not 0
 
 
 def test_what_does_not_fit_is_named():

@@ -5,7 +5,9 @@ decay, (I + M)^-1 and the decayed products of queries and keys.
 `_scan`: one program for each (value head, part of its value columns) holds that part of the state in registers and goes
 from chunk to chunk. Value columns do not depend on each other.
 
-Products run on tensor cores, operands cut in two TF32 halves each: as accurate as float32 to a few units (`X3`).
+Products run on tensor cores. Where the state depends on them, operands are cut in two TF32 halves each: as accurate as
+float32 to a few units. What only goes out, to a norm and a product of bfloat16, is one TF32 product: three times fewer
+instructions, off by 4e-4 of the outputs (bench/LOG.md).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from strata_jax.kernels.launch import launch
 
 Ref = Any
 _INSIDE_WARPS, _SCAN_WARPS = 4, 4
-_KEY_COLUMNS = 64
+_KEY_COLUMNS = 64  # of the state in one operand of `_scan`
 _VALUE_COLUMNS = 32  # of a program of `_scan`: 192 programs for 48 heads of 128
 
 
@@ -40,7 +42,8 @@ def gdn_chunks(
     """As `strata_jax.kernels.gdn_chunks.gdn_chunks`."""
     num_chunks, (num_heads, width, _) = q.shape[0] // chunk, memory.shape
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    options = {"chunk": chunk, "key_columns": min(_KEY_COLUMNS, width), "precision": _precision(interpret)}
+    options = {"chunk": chunk, "exact": _precision("TF32_TF32_F32_X3", interpret),
+               "rough": _precision("TF32_TF32_F32", interpret)}  # fmt: skip
 
     square = shape((num_chunks, num_heads, chunk, chunk))
     outs = shape((num_chunks, num_heads, chunk)), square, square
@@ -48,15 +51,15 @@ def gdn_chunks(
     terms = inside(q, k, log_a, beta)
 
     columns = min(_VALUE_COLUMNS, width)
-    kernel, grid = partial(_scan, columns=columns, **options), (width // columns, num_heads)
+    kernel = partial(_scan, columns=columns, key_columns=min(_KEY_COLUMNS, width), **options)
     results = shape(memory.shape), shape(v.shape)
-    scan = launch(kernel, grid, results, _SCAN_WARPS, in_place=1, interpret=interpret)
+    scan = launch(kernel, (width // columns, num_heads), results, _SCAN_WARPS, in_place=1, interpret=interpret)
     memory, out = scan(count.reshape(1), q, k, v, beta, *terms, memory)
     return out, memory
 
 
-def _precision(interpret: bool) -> Any:
-    return jax.lax.Precision.HIGHEST if interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+def _precision(algorithm: str, interpret: bool) -> Any:
+    return jax.lax.Precision.HIGHEST if interpret else jax.lax.DotAlgorithmPreset[algorithm]
 
 
 def _inside(
@@ -69,8 +72,8 @@ def _inside(
     attention: Ref,  # f32[chunks, Hv, n, n]
     *,
     chunk: int,
-    key_columns: int,
-    precision: Any,
+    exact: Any,
+    rough: Any,
 ) -> None:
     head, i = pl.program_id(0), pl.program_id(1)
     num_keys = k.shape[1]
@@ -80,16 +83,11 @@ def _inside(
     total = jnp.sum(jnp.where(column <= row, log_a[here, head][None, :], 0.0), axis=1)
     # exponents above the diagonal are positive and may overflow: mask them before the exponential
     decay = jnp.where(column <= row, jnp.exp(jnp.where(column <= row, total[:, None] - total[None, :], 0.0)), 0.0)
-    dot = partial(_dot, precision=precision)
-
-    def by_keys(ref: Ref) -> jax.Array:
-        """Products with the keys, some columns at a time: operands of whole rows, in halves, are too many registers."""
-        parts = [pl.ds(first, key_columns) for first in range(0, k.shape[2], key_columns)]
-        return sum(dot(ref[here, key_head, part], k[here, key_head, part], (1, 1)) for part in parts)  # type: ignore[return-value]
+    dot, keys = partial(_dot, precision=exact), k[here, key_head, :]
 
     log_decay[i, head, :] = total
-    attention[i, head, :, :] = by_keys(q) * decay
-    m = jnp.where(column < row, beta[here, head][:, None] * by_keys(k) * decay, 0.0)
+    attention[i, head, :, :] = _dot(q[here, key_head, :], keys, (1, 1), precision=rough) * decay
+    m = jnp.where(column < row, beta[here, head][:, None] * dot(keys, keys, (1, 1)) * decay, 0.0)
     # pairs of inverted diagonal blocks are joined, of size 1, 2, 4, ...: [A 0; L B]^-1 = [A' 0; -B' L A' B']
     joined = jnp.where(row == column, 1.0, 0.0)
     size = 1
@@ -117,12 +115,13 @@ def _scan(
     chunk: int,
     columns: int,
     key_columns: int,
-    precision: Any,
+    exact: Any,
+    rough: Any,
 ) -> None:
     here, head, num_keys = pl.ds(pl.program_id(0) * columns, columns), pl.program_id(1), k.shape[1]
     key_head = head - jax.lax.div(head, jnp.int32(num_keys)) * num_keys
     token = jnp.arange(chunk, dtype=jnp.int32)
-    dot = partial(_dot, precision=precision)
+    dot, rough_dot = partial(_dot, precision=exact), partial(_dot, precision=rough)
 
     parts = [pl.ds(first, key_columns) for first in range(0, memory.shape[1], key_columns)]
 
@@ -131,11 +130,11 @@ def _scan(
         total = log_decay[i, head, :]
         decay = jnp.exp(total)[:, None]
 
-        def from_state(ref: Ref) -> jax.Array:
+        def from_state(ref: Ref, dot: Any) -> jax.Array:
             return decay * sum(dot(ref[rows, key_head, part], of_part) for part, of_part in zip(parts, state))
 
-        deltas = dot(inverse[i, head, :, :], beta[rows, head][:, None] * (v[rows, head, here] - from_state(k)))
-        out[rows, head, here] = from_state(q) + dot(attention[i, head, :, :], deltas)
+        deltas = dot(inverse[i, head, :, :], beta[rows, head][:, None] * (v[rows, head, here] - from_state(k, dot)))
+        out[rows, head, here] = from_state(q, rough_dot) + rough_dot(attention[i, head, :, :], deltas)
         # tokens from `count` on leave nothing behind, whatever they hold
         last = jnp.sum(jnp.where(token == count - 1, total, 0.0))
         kept = token < count

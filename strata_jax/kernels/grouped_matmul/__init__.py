@@ -6,7 +6,7 @@
     for words, lines in zip(arrays, arena_lines(arrays, pages)):        # experts where they are resident
         h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h, blocks)   # silu(gate) * up, [P + pad, F]
         y = grouped_down(h, tiles, words, lines, layout, y, blocks)                     # [P + pad, E]
-    out = combine(y, pairs.row_of, weights)                             # f32[T, E]
+    out = combine(y, pairs, weights)                                    # f32[T, E]
 
 One call reads one array of words; experts that lie in several arrays take one call each, which fills its own rows of
 the same result (written in place). ``words`` is u32[lines, words_per_line], ``lines: i32[X]`` the line at which the
@@ -110,11 +110,16 @@ def grouped_down(
     return on_backend(backend, kernel, plain)
 
 
-def combine(y: jax.Array, row_of: jax.Array, weights: jax.Array) -> jax.Array:
-    """Sum each token's rows, weighted, in order of its experts: ``row_of: i32[T, K]``, ``weights: f32[T, K]``."""
-    total = jnp.zeros((row_of.shape[0], y.shape[1]), jnp.float32)
-    for i in range(row_of.shape[1]):
-        total = total + weights[:, i, None] * y[row_of[:, i]].astype(jnp.float32)
+def combine(y: jax.Array, pairs: SortedPairs, weights: jax.Array) -> jax.Array:
+    """Sum each token's rows of ``y: [P + pad, E]``, weighted by ``weights: f32[T, K]``, in order of its experts.
+
+    Rows of pairs without an expert count as 0, whatever they hold.
+    """
+    total, num_rows = jnp.zeros((pairs.row_of.shape[0], y.shape[1]), jnp.float32), jnp.sum(pairs.count)
+    for i in range(pairs.row_of.shape[1]):
+        row = pairs.row_of[:, i]
+        value = jnp.where((row < num_rows)[:, None], y[row].astype(jnp.float32), 0.0)
+        total = total + weights[:, i, None] * value
     return total
 
 
