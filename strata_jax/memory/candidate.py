@@ -165,7 +165,10 @@ class Frame:
             return choose_stage_bytes(wanted, need, None)
         cells = self.context_entries(context_cells, self.first_cells(context_cells))
         others = (*self.fixed, *cells, *self.prompt_entries(context_cells, chunk_tokens))
-        return choose_stage_bytes(None, need, self.room_bytes(others), self.request.expert_slots)
+        num_slots = self.request.expert_slots
+        slot_bytes = None if num_slots is None else self.slot_bytes(context_cells, num_slots)
+        lends, room = self.request.moving.lend, self.room_bytes(others)
+        return choose_stage_bytes(None, need, room, chunk_tokens, slot_bytes, lends=lends)
 
     @property
     def stage_need(self) -> StageNeed:

@@ -24,7 +24,7 @@ from strata_jax.memory.request import MIN_CONTEXT_CELLS, Choice, PlanRequest, ch
 from strata_jax.memory.segments import ArenaLayout, arena_layout
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.memory.slot_order import SlotOrder, slot_order
-from strata_jax.memory.staging import AUTO_SHARE, MIN_MEAN_ROWS, NUM_BUFFERS, expert_lines
+from strata_jax.memory.staging import AUTO_MOST_SHARE, AUTO_SHARE, MIN_MEAN_ROWS, NUM_BUFFERS, expert_lines
 from strata_jax.memory.unfit import Unfit, explain
 
 SMALLEST_AUTO_CHUNK_TOKENS = 8
@@ -464,8 +464,8 @@ def _stage_choice(frame: Frame, stage_bytes: int) -> Choice:
     """Given, or a share of what is left."""
     if frame.request.stage_bytes is not None:
         return frame.request.choice("stage_bytes", stage_bytes)
-    left = "weights, context and prompt buffers leave"
-    reason = f"1/{AUTO_SHARE} of what {left}, but no more than {NUM_BUFFERS} blocks miss"
+    left = f"weights, context and prompt buffers leave, for long chunks up to 1/{AUTO_MOST_SHARE}"
+    reason = f"1/{AUTO_SHARE} of what {left}, but no more than {NUM_BUFFERS} blocks miss or given slots leave"
     return Choice("stage_bytes", stage_bytes, Origin.COMPUTED, reason)
 
 

@@ -24,7 +24,11 @@ NUM_BUFFERS = 2
 MIN_MEAN_ROWS = 4  # rows of an expert, on average, below which chunks use too few experts to copy any unasked
 MIN_ODDS = 0.75  # of an expert to be used by a chunk, from which on it is copied unasked
 MIN_GROUP = 8  # experts of a buffer below which auto has none: every group is a program to start
-AUTO_SHARE = 8  # auto takes at most this part of what expert slots could have
+AUTO_SHARE = 8  # auto takes this part of what expert slots could have
+# ... or, for long chunks, up to a larger part what the link brings while a block is computed up to its routing: 1.1 us
+# a token at 50 GB/s. With less, the link waits for the routing with full buffers (bench/LOG.md: 16,384 tokens by 8,192
+# in 1.84 s with 448 MiB, in 2.25 s with 156 MiB and 206 slots more).
+AUTO_TOKEN_BYTES, AUTO_MOST_SHARE = 56 * 1024, 3
 # What a block is expected to miss, below which it is read where it lies, 0.7 ms at 45 GB/s: copied, it would come after
 # the host has seen the routing (a read from a GPU and what follows take 0.5 ms or more), and needs programs to start.
 IN_PLACE_BYTES = 32 * MIB
@@ -72,14 +76,17 @@ def buffer_lines(stage_bytes: int) -> int:
 
 
 def choose_stage_bytes(
-    wanted: int | None, need: StageNeed, room_bytes: int | None, num_slots: int | None = None
-) -> int:
+    wanted: int | None, need: StageNeed, room_bytes: int | None, num_tokens: int = 0, slot_bytes: int | None = None,
+    *, lends: bool = False,
+) -> int:  # fmt: skip
     """Return the bytes of both buffers together; 0: nothing is staged.
 
     Args:
         wanted: as given; None: auto.
         room_bytes: device memory that everything but slots leaves; None where the device has none of its own.
-        num_slots: if given; None: as many as fit beside the buffers.
+        num_tokens: of a chunk.
+        slot_bytes: of the slots, if given; None: as many as fit beside the buffers.
+        lends: whether slots make room for a prompt: else the buffers get no more than given ones leave.
 
     Raises:
         ConfigError: the given bytes hold no expert, or no block has experts that kernels compute.
@@ -102,8 +109,10 @@ def choose_stage_bytes(
         return NUM_BUFFERS * buffer_lines(wanted) * LINE_BYTES
     if room_bytes is None or not need.expert_bytes:
         return 0
-    share = room_bytes // AUTO_SHARE
-    resident = max(0, room_bytes - share) if num_slots is None else num_slots * need.expert_bytes
+    share = max(room_bytes // AUTO_SHARE, min(num_tokens * AUTO_TOKEN_BYTES, room_bytes // AUTO_MOST_SHARE))
+    if slot_bytes is not None and not lends:
+        share = min(share, max(0, room_bytes - slot_bytes))
+    resident = max(0, room_bytes - share) if slot_bytes is None else slot_bytes
     missing = max(0, need.layer_bytes - resident // need.num_blocks)
     most = min(NUM_BUFFERS * missing, share)
     return NUM_BUFFERS * buffer_lines(most) * LINE_BYTES if most >= MIN_GROUP * least else 0

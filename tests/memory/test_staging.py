@@ -14,6 +14,7 @@ from strata_jax.memory.plan import MemoryPlan, plan
 from strata_jax.memory.request import MovingMemory, Origin, PlanRequest
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.memory.staging import (
+    AUTO_TOKEN_BYTES,
     IN_PLACE_BYTES,
     LINE_BYTES,
     MIN_GROUP,
@@ -70,9 +71,17 @@ def test_odds_follow_what_was_used_and_grow_with_the_chunk() -> None:
 def test_auto_takes_a_part_of_what_is_left_and_at_most_what_two_blocks_miss() -> None:
     need = StageNeed(expert_bytes=1000, layer_bytes=100_000, num_blocks=40, mean_rows=0.02)
     assert choose_stage_bytes(None, need, 3_200_000) == 2 * (30_000 // LINE_BYTES) * LINE_BYTES  # 7/8 hold 70,000 each
-    assert choose_stage_bytes(None, need, 3_200_000, 400) == 2 * (90_000 // LINE_BYTES) * LINE_BYTES
+    assert choose_stage_bytes(None, need, 3_200_000, slot_bytes=400_000) == 2 * (90_000 // LINE_BYTES) * LINE_BYTES
     assert choose_stage_bytes(None, need, 10_000_000) == 0  # nothing is missing
     assert choose_stage_bytes(None, need, 800_000) == 2 * (50_000 // LINE_BYTES) * LINE_BYTES
+    # long chunks: what comes over the link before a block is routed, up to a third
+    assert choose_stage_bytes(None, need, 800_000, 2) == 2 * (AUTO_TOKEN_BYTES // LINE_BYTES) * LINE_BYTES
+    assert choose_stage_bytes(None, need, 480_000, 200) == 2 * (80_000 // LINE_BYTES) * LINE_BYTES
+    # what given slots leave, unless they make room
+    assert choose_stage_bytes(None, need, 800_000, slot_bytes=760_000) == 2 * (20_000 // LINE_BYTES) * LINE_BYTES
+    assert choose_stage_bytes(None, need, 800_000, slot_bytes=900_000) == 0
+    lent = choose_stage_bytes(None, need, 800_000, slot_bytes=900_000, lends=True)
+    assert lent == 2 * (50_000 // LINE_BYTES) * LINE_BYTES
     least = MIN_GROUP * 2 * 2 * LINE_BYTES  # eight experts of two lines in each buffer
     assert choose_stage_bytes(None, need, 8 * least - 1) == 0
     assert choose_stage_bytes(None, need, 8 * least) == least
@@ -104,6 +113,18 @@ def test_the_plan_owns_the_buffers_while_a_prompt_is_read() -> None:
         assert totals[1] - totals[0] == pytest.approx(fewer, abs=64 * 1024)
 
 
+def test_given_slots_keep_their_bytes_and_long_chunks_get_larger_buffers() -> None:
+    card = replace(CARD, device_budget_bytes=8 * GIB)
+    long = plan(MODEL, replace(card, chunk_tokens=8192))
+    assert long.stage_bytes > 2 * long.expert_slots * BLOB // 8
+    most = plan(MODEL, replace(card, stage_bytes=0)).expert_slots
+    for slots in (most, most - 100):
+        made = plan(MODEL, replace(card, expert_slots=slots))
+        assert made.expert_slots == slots
+        assert made.stage_bytes <= (most - slots + 1) * BLOB
+    assert made.stage_bytes > 80 * BLOB
+
+
 def test_short_chunks_and_other_memories_stage_nothing() -> None:
     assert plan(MODEL, replace(CARD, chunk_tokens=64)).stage_bytes == 0
     assert plan(MODEL, replace(CARD, expert_kernels=False)).stage_bytes == 0
@@ -117,7 +138,7 @@ def test_short_chunks_and_other_memories_stage_nothing() -> None:
     ] == [0, 1]
     # what fits without staging fits with auto
     _, needed = plan(MODEL, replace(CARD, expert_slots=0, stage_bytes=0)).ledger.peak(Memory.DEVICE)
-    for more, stages in ((0, False), (7, False), (9, True)):  # an eighth of them has to hold two groups
+    for more, stages in ((0, False), (2, False), (4, True)):  # a third of them has to hold two groups
         budget = needed + more * 2 * MIN_GROUP * BLOB
         made = plan(MODEL, replace(CARD, device_budget_bytes=budget, expert_slots=0))
         assert (made.stage_bytes > 0) is stages
