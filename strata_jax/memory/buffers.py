@@ -122,8 +122,9 @@ def prompt_parts(
         width = max(width for width, used in zip(g.expert_width, by_kernel) if used)
         parts["experts by kernels"] = _kernel_terms(sizes, rows, width)
     in_chunks = _chunk_by_kernels(sizes, rows, cells, with_draft=with_draft)
+    tile = product
     if in_chunks:
-        parts["product"] = product
+        parts["product"], tile = product, product[:1]  # the rounded input is gone when a block needs most
     if g.recurrent_layers:
         parts["GDN"] = _gdn_kernel_terms(sizes, rows) if in_chunks else (*_gdn_terms(sizes, rows), *product)
     ratios = {g.compress_ratio[i] for i in sizes.attention_layers(with_draft)}
@@ -131,18 +132,18 @@ def prompt_parts(
         name = f"sparse attention {ratio}" if ratio else "dense attention"
         by_kernels = cells.expert_kernels and attention_problem(g, ratio, cells.kv_type) is None
         terms = _attention_kernel_terms if by_kernels else _attention_terms
-        parts[name] = (*terms(sizes, rows, cells, ratio), *product)
+        parts[name] = (*terms(sizes, rows, cells, ratio), *tile)
         if in_chunks and with_draft:
             width = g.num_streams * g.embed_width
             rule = f"T {rows} x C*E {width:,} x 4 B"
             parts[name] += (Term("the trunk's streams, in the draft block", rows * width * F32_BYTES, rule),)
     if g.ple_layer is not None:
-        parts["n-gram table"] = (*_table_terms(sizes, rows), *product)
+        parts["n-gram table"] = (*_table_terms(sizes, rows, times=1 if in_chunks else 4), *product)
     if with_draft:
         width = g.num_streams * g.embed_width
         times = 4 if in_chunks else 3  # its streams come beside the trunk's
         joined = Term("draft inputs", rows * times * width * F32_BYTES, f"T {rows} x {times} x C*E {width:,} x 4 B")
-        parts["draft inputs"] = (joined, *product)
+        parts["draft inputs"] = (joined, *tile)
     return parts
 
 
@@ -210,13 +211,17 @@ def _gdn_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
 def _gdn_kernel_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
     """Temporaries of a GDN block of a chunk by kernels, mixers and products included.
 
-    XLA's own count for one H200 with jax 0.11.2, compiled without the device: T 512: 76.2 MB (here 79.7), T 2,048:
-    308.1 (318.8), T 8,192: 977.9 (1,275.1).
+    XLA's own count on an H200 with jax 0.11.2, inputs and outputs of mixers included: T 512: 101.7 MB (here 134.2),
+    1,024: 150.6 (205.5), 2,048: 325.5 (348.1), 4,096: 611.1 (633.3), 8,192: 1,136.0 (1,203.8).
     """
     g = sizes.geometry
     channels, values = gdn_channels(g), g.gdn_value_heads * g.gdn_head_dim
-    rule = f"T {rows} x (2 x {channels:,} channels + 3 x {values:,} values) x 4 B"
-    return (Term("projections and outputs", rows * (2 * channels + 3 * values) * F32_BYTES, rule),)
+    rule = f"T {rows} x (2 x {channels:,} channels + 1.5 x {values:,} values) x 4 B"
+    weights = sizes.plane_tile_weights
+    return (
+        Term("projections and outputs", rows * (4 * channels + 3 * values) // 2 * F32_BYTES, rule),
+        Term("decoded matrix", weights * BF16_BYTES, f"{weights:,} weights x 2 B"),
+    )
 
 
 def _attention_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> tuple[Term, ...]:
@@ -252,7 +257,8 @@ def _attention_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> 
 def _attention_kernel_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> tuple[Term, ...]:
     """Temporaries of `engine/attention_kernels.py`: scores are gone before there is output, and nothing is decoded.
 
-    XLA's own count for one H200, compiled without the device, T 2,048, 131,072 cells: 424.7 MB (here 442.5).
+    XLA's own count on an H200, mixers and a decoded matrix included, at 30,656 cells: T 512: 86.4 MB (here 136.8), 2,048:
+    285.1 (342.3), 8,192: 1,060.8 (1,180.7); at 131,072 cells, compiled without the device, T 2,048: 504.6 (549.9).
     """
     g = sizes.geometry
     query, kv, index = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim, g.index_heads * g.index_dim
@@ -330,11 +336,13 @@ def _head_terms(sizes: ModelSizes, logits_rows: int) -> tuple[Term, ...]:
     return (Term("logits", 2 * logits_rows * vocab * F32_BYTES, f"2 x {logits_rows} rows x V {vocab:,} x 4 B"),)
 
 
-def _table_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
+def _table_terms(sizes: ModelSizes, rows: int, *, times: int) -> tuple[Term, ...]:
+    """Temporaries of the n-gram part; ``times``: streams that live beside those of the pass."""
     g = sizes.geometry
     width, row = g.num_streams * g.embed_width, len(g.ple_vocab_sizes) * g.ple_row_width
     return (
         Term("n-gram rows", rows * (sizes.table_row_bytes + row * F32_BYTES),
              f"T {rows} x ({sizes.table_row_bytes:,} B packed + {row:,} x 4 B)"),
-        Term("n-gram keys and convolution", 4 * rows * width * F32_BYTES, f"4 x T {rows} x C*E {width:,} x 4 B"),
+        Term("n-gram keys and convolution", times * rows * width * F32_BYTES,
+             f"{times} x T {rows} x C*E {width:,} x 4 B"),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from strata_jax.memory.plan import MemoryPlan, plan
 from strata_jax.memory.request import MovingMemory, Origin, PlanRequest
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.memory.staging import (
+    AUTO_SHARE,
     AUTO_TOKEN_BYTES,
     IN_PLACE_BYTES,
     LINE_BYTES,
@@ -116,7 +117,7 @@ def test_the_plan_owns_the_buffers_while_a_prompt_is_read() -> None:
 def test_given_slots_keep_their_bytes_and_long_chunks_get_larger_buffers() -> None:
     card = replace(CARD, device_budget_bytes=8 * GIB)
     long = plan(MODEL, replace(card, chunk_tokens=8192))
-    assert long.stage_bytes > 2 * long.expert_slots * BLOB // 8
+    assert long.stage_bytes == 8192 * AUTO_TOKEN_BYTES > long.expert_slots * BLOB / AUTO_SHARE
     most = plan(MODEL, replace(card, stage_bytes=0)).expert_slots
     for slots in (most, most - 100):
         made = plan(MODEL, replace(card, expert_slots=slots))
