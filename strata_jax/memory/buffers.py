@@ -257,8 +257,9 @@ def _attention_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> 
 def _attention_kernel_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> tuple[Term, ...]:
     """Temporaries of `engine/attention_kernels.py`: scores are gone before there is output, and nothing is decoded.
 
-    XLA's own count on an H200, mixers and a decoded matrix included, at 30,656 cells: T 512: 86.4 MB (here 136.8), 2,048:
-    285.1 (342.3), 8,192: 1,060.8 (1,180.7); at 131,072 cells, compiled without the device, T 2,048: 504.6 (549.9).
+    XLA's own count on an H200, mixers and a decoded matrix included, at 30,656 cells: T 512: 86.4 MB (here 136.8),
+    2,048: 285.1 (342.3), 8,192: 1,060.8 (1,180.7); at 131,072 cells, compiled without the device, T 2,048: 504.6
+    (549.9).
     """
     g = sizes.geometry
     query, kv, index = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim, g.index_heads * g.index_dim
