@@ -176,8 +176,12 @@ def load_engine(
     config: RunConfig, hardware: Hardware, file: WeightSource, geometry: Geometry, made: MemoryPlan, record: RunRecord
 ) -> Engine:
     """Start JAX as planned, then read the model into bank and arena."""
-    start_jax(config, hardware, host_pool_bytes=made.ledger.total_bytes(Phase.START, Memory.HOST))
+    env = start_jax(config, hardware, host_pool_bytes=made.ledger.total_bytes(Phase.START, Memory.HOST))
     from strata_jax.engine.engine import Engine  # JAX's environment is in place only now
+    from strata_jax.engine.program_store import ProgramStore
+
+    root = env.compilation_cache_dir
+    store = None if root is None else ProgramStore.under(root / "programs")
 
     @contextmanager
     def watch(program: str) -> Iterator[None]:
@@ -193,7 +197,7 @@ def load_engine(
     started = time.perf_counter()
     with slow_step(f"loading {geometry.total_bytes / 2**20:,.0f} MiB"):
         sampling = Sampling(config.workload.temperature)
-        engine = Engine.load(file, geometry, made, watch, loans, config.spec.min_p, sampling)
+        engine = Engine.load(file, geometry, made, watch, loans, config.spec.min_p, sampling, store)
     load_s = time.perf_counter() - started - engine.programs.compile_s
     for owner, num_bytes in engine.live_bytes():
         record.event("load", owner=owner, bytes=num_bytes)

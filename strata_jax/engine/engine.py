@@ -20,6 +20,7 @@ from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.load import load_model
 from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix
 from strata_jax.engine.model import ModelSpec, State, Weights
+from strata_jax.engine.program_store import ProgramStore, Unstored
 from strata_jax.engine.programs import Programs, Watch
 from strata_jax.engine.replacement import Kept, UseValues, start_values
 from strata_jax.engine.residency import Fill, Residency, first_residency
@@ -86,6 +87,7 @@ class Engine:
         loans: Collection[tuple[int, int]] | None = None,
         min_p: float = 0.0,
         sampling: Sampling | None = None,
+        program_store: ProgramStore | None = None,
     ) -> Engine:
         """Read the model as planned: dense weights, bank, arena, resident experts.
 
@@ -93,6 +95,7 @@ class Engine:
             loans: if given, all programs are compiled before the arena takes its memory (see `compile_programs`);
                 else each at its first call.
             sampling: by which rounds that are compiled beforehand choose tokens; None: greedy.
+            program_store: where compiled programs are found and kept; None: nowhere.
 
         Raises:
             FormatError: a tensor's type is one that the engine cannot decode.
@@ -102,7 +105,7 @@ class Engine:
             file, geometry, plan.num_blocks, plan.page_bytes, bank_sharding(), with_draft=plan.with_draft,
             kernels=plan.request.expert_kernels,
         )  # fmt: skip
-        return cls.lay_out(file, geometry, plan, weights, banks, watch, loans, min_p, sampling)
+        return cls.lay_out(file, geometry, plan, weights, banks, watch, loans, min_p, sampling, program_store)
 
     @classmethod
     def lay_out(
@@ -116,6 +119,7 @@ class Engine:
         loans: Collection[tuple[int, int]] | None = None,
         min_p: float = 0.0,
         sampling: Sampling | None = None,
+        program_store: ProgramStore | None = None,
     ) -> Engine:
         """As `load`, for weights and banks that were read for a plan of the same blocks, page and kernels."""
         sharding = bank_sharding()
@@ -126,7 +130,7 @@ class Engine:
         )  # fmt: skip
         decay = plan.request.moving.replacement_decay
         spec = ModelSpec(geometry, cells, replacement_decay=decay or 0.0, kernels=plan.request.expert_kernels)
-        programs = Programs(spec, sampling=sampling or Sampling())
+        programs = Programs(spec, sampling=sampling or Sampling(), store=program_store or Unstored())
         if watch is not None:
             programs.watch = watch
         layout, store = plan.arena, None

@@ -42,6 +42,7 @@ from strata_jax.engine.model import (
     logits,
     start_streams,
 )
+from strata_jax.engine.program_store import ProgramStore, Unstored
 from strata_jax.engine.replacement import Kept
 from strata_jax.engine.round_words import num_window_rows
 from strata_jax.engine.sampler import SamplingArrays, sample
@@ -63,6 +64,7 @@ class Programs:
         watch: a context that each compilation runs in, made from the program's name; several may run at a time.
         compile_s: seconds spent compiling so far.
         sampling: by which the rounds that are compiled beforehand choose tokens.
+        store: where programs are kept for later processes.
         layouts: of banks, by the numbers that keys have for them.
         places: what the rounds before have left, by the parts of a round that write over it.
     """
@@ -70,6 +72,7 @@ class Programs:
     spec: ModelSpec
     watch: Watch = lambda name: nullcontext()
     sampling: Sampling = field(default_factory=Sampling)
+    store: ProgramStore | Unstored = field(default_factory=Unstored)
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     compile_s: float = 0.0
     layouts: list[ExpertLayout] = field(default_factory=list)
@@ -261,20 +264,28 @@ class Programs:
     ) -> Any:  # fmt: skip
         """Run the program of a key, compiled from ``f`` at its first call; arrays of ``donate`` are used up."""
         program, compiler = self.compiled.get(key), self._compiler
+        if program is None and (compiler is None or key not in compiler.started):
+            started = time.perf_counter()
+            lower = partial(self._lower, f, args, donate, out_shardings)
+            name = self.store.name(f, args, donate, out_shardings)
+            stored = self.store.find(name, args)
+
+            def make() -> Any:
+                program = None if stored is None else stored.load()
+                return self._compile(key, lower, name, args) if program is None else program
+
+            if compiler is None:
+                self.compiled[key] = make()
+            elif stored is not None:
+                compiler.start(key, stored.shapes, make)
+            else:
+                lowered = lower()
+                compiler.start(key, lowered.out_info, partial(self._compile, key, lambda: lowered, name, args))
+            self.compile_s += time.perf_counter() - started
         if compiler is not None:
-            if program is None and key not in compiler.started:
-                started = time.perf_counter()
-                lowered = self._lower(f, args, donate, out_shardings)
-                self.compile_s += time.perf_counter() - started
-                compiler.started[key] = lowered.out_info, compiler.pool.submit(self._compile, key, lowered)
             shapes = compiler.started[key][0] if program is None else program.out_info
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
-        if program is None:
-            started = time.perf_counter()
-            with self.watch(_name(key)):
-                program = self.compiled[key] = self._lower(f, args, donate, out_shardings).compile()
-            self.compile_s += time.perf_counter() - started
-        return program(*args)
+        return self.compiled[key](*args)
 
     def _lower(
         self, f: Callable, args: tuple, donate: tuple[int, ...], out_shardings: jax.sharding.Sharding | None
@@ -289,9 +300,9 @@ class Programs:
             jitted = jax.jit(f, donate_argnums=donate, keep_unused=bool(donate), out_shardings=out_shardings)
             return jitted.lower(*args)
 
-    def _compile(self, key: Hashable, lowered: Any) -> Any:
+    def _compile(self, key: Hashable, lower: Callable[[], Any], name: str, args: tuple) -> Any:
         with self.watch(_name(key)):
-            return lowered.compile()
+            return self.store.compile(name, lower(), args)
 
 
 def _name(key: Hashable) -> str:
@@ -304,6 +315,9 @@ class _Compiler:
 
     pool: ThreadPoolExecutor
     started: dict[Hashable, tuple[Any, Future[Any]]] = field(default_factory=dict)
+
+    def start(self, key: Hashable, shapes: Any, make: Callable[[], Any]) -> None:
+        self.started[key] = shapes, self.pool.submit(make)
 
 
 def _choice(how: SamplingArrays) -> str:
