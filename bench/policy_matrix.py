@@ -8,13 +8,17 @@ chunk and window by window, in one more process that holds every expert and move
   state must be equal: 10 of 10 checks per configuration for the five prompts, and as much for what returns.
 - ``--chunk chosen``: on a card too small for that without borrowing the planner chooses. Against whole prompts in
   chunks of 128: no first logit differs by more than 2e-5, and tokens are equal as long as each won by more than 1e-4.
+- ``--chunk kernels``: as ``fixed``, but packed weights, int8 K/V, all by the kernels of a GPU, and missing experts
+  copied ahead of chunks. A part that the reference would compute fails the process. ``kernels_short``: the same with so
+  little to do that a CPU can interpret it.
 - Some rows have a seeded fault in a move, and must differ.
 
 A configuration fails, too, if a move that its policies stand for did not happen. Processes share compiled programs
 through JAX's cache on disk. Rows are kept in ``--folder`` as they finish; those of the same settings and source are not
-made again. Exits 1 if a row is not as expected.
+made again. With ``--only`` a configuration's faulty rows are made, too. Exits 1 if a row is not as expected.
 
     python bench/policy_matrix.py --save bench/results/policy_matrix_cpu.json [--jobs 2] [--only all borrow+kv_grow]
+    python bench/policy_matrix.py --chunk kernels --jobs 6 --save bench/results/policy_matrix_h200.json [--only ...]
     python bench/policy_matrix.py --one all --fault refill:copied:2     # one row, printed
 """
 
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -38,19 +43,34 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-import jax
 import numpy as np
 
-from bench.policy_matrix_cases import CASES, FAULTY, POLICIES, Case, configurations, planned, settings_of, write_model
-from bench.policy_matrix_faults import arm
-from bench.policy_matrix_runs import Resident, run_policies
-from strata_jax.geometry import Geometry
-from strata_jax.gguf.reader import open_gguf
+from bench.policy_matrix_cases import (
+    CASES,
+    FAULTY,
+    POLICIES,
+    Case,
+    as_json,
+    configurations,
+    digest,
+    geometry_of,
+    planned,
+    resident_request,
+    settings_of,
+)
+from strata_jax.config.schema import Platform, RunConfig
+from strata_jax.errors import ConfigError
 from strata_jax.hardware import cpu_model
-from strata_jax.runtime import CACHE_DIR, CACHE_MIN_COMPILE_S, with_free_early
+from strata_jax.memory.ledger import Memory, Phase
+from strata_jax.memory.plan import plan
+from strata_jax.runtime import describe_target, start_jax
 
+JAX_VERSION = importlib.metadata.version("jax")
 RESIDENT = "resident"
+BOTH = ("fixed", "chosen")
 MOST_LOGIT_DIFFERENCE, LEAST_MARGIN = 2e-5, 1e-4
+CARD_MIB = 4_096  # of a GPU, for each process: more than any case's budget, and several fit on one card
+MOST_INTERPRETED_TOKENS = 1_000
 SOURCES = ("strata_jax/**/*.py", "bench/policy_matrix_*.py")
 Row = dict[str, Any]
 
@@ -67,12 +87,16 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     source_digest()
+    cases = [CASES[name] for name in (BOTH if options.chunk == "both" else (options.chunk,))]
+    try:
+        for case in cases:
+            check_machine(case)
+    except ConfigError as error:
+        parser.error(str(error))
     if options.one:
-        case = CASES["fixed" if options.chunk == "both" else options.chunk]
-        print(json.dumps(one(case, options.one, options.fault, options.folder)))
+        print(json.dumps(one(cases[0], options.one, options.fault, options.folder)))
         return
-    chosen = CASES if options.chunk == "both" else {options.chunk: CASES[options.chunk]}
-    results = {name: matrix(case, options) for name, case in chosen.items()}
+    results = {case.name: matrix(case, options) for case in cases}
     if options.save:
         options.save.parent.mkdir(parents=True, exist_ok=True)
         options.save.write_text(json.dumps(record(results), indent=1) + "\n")
@@ -81,9 +105,10 @@ def main() -> None:
 
 def matrix(case: Case, options: argparse.Namespace) -> list[Row]:
     """Run what is missing, each in a process of its own, and judge every row."""
-    wanted = [(name, "") for name in options.only or configurations()]
-    wanted += FAULTY if case.chunk_tokens is not None and not options.only else ()
-    write_model(case, model_path(case, options.folder))
+    names = options.only or list(configurations())
+    wanted = [(name, "") for name in names]
+    wanted += [pair for pair in FAULTY if pair[0] in names and case.chunk_tokens is not None]
+    geometry_of(case, options.folder)  # writes the model
 
     def run(pair: tuple[str, str]) -> None:
         if not row_path(case, *pair, options.folder).exists():
@@ -104,37 +129,67 @@ def matrix(case: Case, options: argparse.Namespace) -> list[Row]:
 def in_new_process(case: Case, name: str, fault: str, folder: Path) -> None:
     """Start this script for one row; a process that fails leaves none, and what it said stands on the screen."""
     command = [sys.executable, __file__, "--one", name, "--chunk", case.name, "--folder", str(folder)]
-    environ = {
-        **os.environ, "XLA_FLAGS": with_free_early(os.environ.get("XLA_FLAGS", "")),
-        # most configurations differ in what moves, not in what is compiled
-        CACHE_DIR: str(folder / "programs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(CACHE_MIN_COMPILE_S),
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-    }  # fmt: skip
-    done = subprocess.run([*command, "--fault", fault], stdout=subprocess.PIPE, text=True, env=environ)
+    done = subprocess.run([*command, "--fault", fault], stdout=subprocess.PIPE, text=True)
     said = f"{json.loads(done.stdout.splitlines()[-1])['seconds']} s" if done.returncode == 0 else "FAILED"
     print(f"{case.name} {name} {fault}: {said}", flush=True)
 
 
+def config_of(case: Case) -> RunConfig:
+    """Settings of the machine for one process: the reference is compared on a CPU, kernels are for a GPU."""
+    config = RunConfig()
+    config.engine.platform = Platform.cpu if case.quant is None else Platform.auto
+    config.hardware.vram_mib = CARD_MIB
+    return config
+
+
+def check_machine(case: Case) -> None:
+    """Raise ConfigError for more tokens than a CPU can interpret the kernels for."""
+    if case.quant is None or case.num_tokens <= MOST_INTERPRETED_TOKENS:
+        return
+    if describe_target(config_of(case)).gpu is None:
+        raise ConfigError(
+            f"--chunk {case.name}: there is no GPU that JAX can use, and a CPU would interpret the kernels for"
+            f" {case.num_tokens:,} tokens, which takes days. Use --chunk kernels_short"
+        )
+
+
+def start(case: Case, name: str, folder: Path) -> None:
+    """Start JAX for a configuration. Most differ in what moves, not in what is compiled: programs are shared."""
+    geometry, config = geometry_of(case, folder), config_of(case)
+    config.engine.compilation_cache_dir = str(folder / "programs")
+    if name == RESIDENT:
+        made = plan(geometry, resident_request(case, geometry))
+    else:
+        made = planned(case, geometry, configurations()[name])
+    start_jax(config, describe_target(config), host_pool_bytes=made.ledger.total_bytes(Phase.START, Memory.HOST))
+
+
 def one(case: Case, name: str, fault: str, folder: Path) -> Row:
     """Do one process's work and keep it; returns the row without what only the comparison needs."""
-    path = write_model(case, model_path(case, folder))
+    start(case, name, folder)
     if name == RESIDENT:
-        return replay_all(case, path, folder)
-    row = run_policies(case, path, configurations()[name], *([arm(fault)] if fault else []))
+        return replay_all(case, folder)
+    from bench.policy_matrix_faults import arm
+    from bench.policy_matrix_runs import run_policies
+
+    row = run_policies(case, folder, configurations()[name], *([arm(fault)] if fault else []))
     keep(row_path(case, name, fault, folder), {**row, "source": source_digest()})
     return {key: value for key, value in row.items() if key != "requests"}
 
 
-def replay_all(case: Case, path: Path, folder: Path) -> Row:
+def replay_all(case: Case, folder: Path) -> Row:
     """Replay whatever rows need and nobody has replayed yet."""
-    engine, count, seconds = None, 0, 0.0
+    from bench.policy_matrix_runs import Resident
+
+    engine: Resident | None = None
+    count, seconds = 0, 0.0
     for file in sorted((folder / "rows").glob(f"{case.name}-*.json")):
         row = json.loads(file.read_text())
         for request in row["requests"] if row["source"] == source_digest() else ():
             target = reference_path(case, request, folder)
             if target.exists():
                 continue
-            engine = engine or Resident.load(case, path)
+            engine = engine or Resident.load(case, folder)
             started = engine.engine.programs.clock_s()
             prompt, ops = request["prompt"], [(kind, tuple(ids)) for kind, ids in request["ops"]]
             keep(target, engine.with_margins(prompt) if case.chunk_tokens is None else engine.replay(ops))
@@ -216,8 +271,8 @@ def record(results: Mapping[str, list[Row]]) -> Row:
     """What is kept of a finished matrix."""
     return {
         "what": "first logits, 64 greedy tokens and state of each configuration against all experts resident",
-        "cpu": cpu_model(), "device": jax.devices()[0].device_kind, "python": platform.python_version(),
-        "jax": jax.__version__, "source_sha256": source_digest(),
+        "cpu": cpu_model(), "python": platform.python_version(), "jax": JAX_VERSION,
+        "source_sha256": source_digest(),
         "cases": {name: asdict(CASES[name]) for name in results},
         "summary": {name: f"{sum(r['as_expected'] for r in rows)} of {len(rows)} rows as expected"
                     for name, rows in results.items()},
@@ -228,23 +283,18 @@ def record(results: Mapping[str, list[Row]]) -> Row:
 # --- files
 
 
-def model_path(case: Case, folder: Path) -> Path:
-    return folder / f"model-{digest([dict(case.model), case.echo_mtp])}.gguf"
-
-
 def row_path(case: Case, name: str, fault: str, folder: Path) -> Path:
     """Where a row is kept; the name holds a digest of settings and source."""
     policies = configurations()[name]
-    geometry = Geometry.from_gguf(open_gguf(model_path(case, folder)))
-    request = planned(case, geometry, policies).request.to_json()
+    request = planned(case, geometry_of(case, folder), policies).request.to_json()
     wanted = [POLICIES[policy].wanted_segments for policy in policies]
     settings = [asdict(case), request, asdict(settings_of(case, policies)), wanted, fault]
-    return folder / "rows" / f"{case.name}-{name}-{digest([settings, source_digest(), jax.__version__])}.json"
+    return folder / "rows" / f"{case.name}-{name}-{digest([settings, source_digest(), JAX_VERSION])}.json"
 
 
 def reference_path(case: Case, request: Row, folder: Path) -> Path:
     what = request["prompt"] if case.chunk_tokens is None else request["ops"]
-    return folder / "replays" / f"{digest([asdict(case), what, source_digest(), jax.__version__])}.json"
+    return folder / "replays" / f"{digest([asdict(case), what, source_digest(), JAX_VERSION])}.json"
 
 
 @cache
@@ -252,14 +302,6 @@ def source_digest() -> str:
     """SHA-256 of everything that a row depends on but its settings, as it is when the process starts."""
     files = sorted(path for pattern in SOURCES for path in REPOSITORY.glob(pattern))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-
-
-def digest(value: Any) -> str:
-    return hashlib.sha256(as_json(value).encode()).hexdigest()[:16]
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
 
 
 def keep(path: Path, value: Row) -> None:

@@ -10,11 +10,11 @@ from strata_jax.engine.runtime import Runtime
 from strata_jax.errors import ConfigError
 from strata_jax.policies.moves import MoveKind
 
-FLIPPED_BITS = np.uint32(0x00400000)  # the highest bit of a float32's fraction
+FLIPPED_BITS = np.uint32(0x00400000)  # the highest bit of a float32's fraction; one of the codes or scales in planes
 
 
 def spoil_slots_being_filled(runtime: Runtime) -> None:
-    """Change a bit in every weight of the slots that are empty in the tables: what has just been copied into them."""
+    """Change a bit in every word of the slots that are empty in the tables: what has just been copied into them."""
     engine = runtime.engine
     layout = engine.residency.layout
     for slot in np.flatnonzero(engine.residency.occupant[: engine.residency.num_present] == -1).tolist():

@@ -8,7 +8,6 @@ moves nothing; equal chunks and windows must then give equal bits.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,30 +15,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from bench.policy_matrix_cases import (
     POLICIES,
-    RESIDENT_CHUNK_TOKENS,
     WINDOWS,
     Ask,
     Case,
+    as_json,
     missing_moves,
+    open_model,
     planned,
     prompts_of,
-    request_of,
+    resident_request,
     settings_of,
 )
 from strata_jax.engine.engine import Engine
+from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix
 from strata_jax.engine.runtime import Reading, Runtime
 from strata_jax.engine.session import ChunkRecord, RoundRecord, Session
 from strata_jax.engine.snapshots import state_hash
 from strata_jax.geometry import Geometry
-from strata_jax.gguf.reader import open_gguf
-from strata_jax.memory.plan import plan
+from strata_jax.gguf.source import WeightSource
+from strata_jax.kernels.backend import interprets
+from strata_jax.kernels.expert_gemv import ExpertLayout
+from strata_jax.kernels.gdn_chunks import chunk_problem
+from strata_jax.kernels.gdn_window import head_problem
+from strata_jax.kernels.stream_mixer import mixer_problem
+from strata_jax.memory import staging
+from strata_jax.memory.attention_kernels import attention_problem
+from strata_jax.memory.plan import MemoryPlan, plan
 from strata_jax.policies.prompt_segments import CheckpointRule, segments
-
-OUTPUT_TOKENS = 64
 
 Op = tuple[str, tuple[int, ...]]  # ("chunks" | "windows", tokens) or ("decode", (how many,))
 Step = tuple[str, int, int, int]  # a chunk: start, tokens, padded; a window: position, tokens, tokens kept
@@ -82,7 +89,7 @@ class Run:
         prompt, turns = (*history, *fresh), (len(history),) if history else ()
         chunks: list[ChunkRecord] = []
         reading = runtime.read(
-            prompt, name=f"{who}-{len(prompt)}", conversation=who, turns=turns, output_tokens=OUTPUT_TOKENS,
+            prompt, name=f"{who}-{len(prompt)}", conversation=who, turns=turns, output_tokens=self.case.output_tokens,
             on_chunk=chunks.append,
         )  # fmt: skip
         reused = reading.facts.reused_tokens
@@ -90,10 +97,10 @@ class Run:
         if reused != (before[-1][2] if before else 0):
             raise RuntimeError(f"{reused} tokens of {who} were reused; none of its operations led there")
         now = self._operations(reading, prompt, turns, chunks)
-        decoded = list(runtime.decode(reading, max_tokens=OUTPUT_TOKENS))
+        decoded = list(runtime.decode(reading, max_tokens=self.case.output_tokens))
         runtime.finish(reading)
         tokens = [token for record in decoded for token in record.emitted]
-        answer = (("decode", (OUTPUT_TOKENS,)), _steps(decoded), len(reading.session.tokens))
+        answer = (("decode", (self.case.output_tokens,)), _steps(decoded), len(reading.session.tokens))
         self.done[who] = [*before, *now, answer]
         self.histories[who] = (*reading.session.tokens, tokens[-1])
         return {
@@ -116,30 +123,66 @@ class Run:
                 yield ("windows" if by_windows else "chunks", prompt[first:last]), inside, last
 
 
-def begin(case: Case, path: Path, policies: Sequence[str]) -> Run:
+def load(case: Case, file: WeightSource, geometry: Geometry, made: MemoryPlan) -> Engine:
+    """Load a case's model. A GPU's programs are compiled beforehand, beside each other, a CPU's at their first call.
+
+    Raises:
+        RuntimeError: kernels are to compute it, and something would be computed or copied without them.
+    """
+    engine = Engine.load(file, geometry, made, loans=None if interprets() else made.loans())
+    if case.quant is not None:
+        staging.IN_PLACE_BYTES = 0  # blocks of this size would all be read where they lie
+        if parts := without_kernels(engine):
+            raise RuntimeError(f"the case {case.name!r} is one of kernels, which do not have: {'; '.join(parts)}")
+    return engine
+
+
+def without_kernels(engine: Engine) -> list[str]:
+    """What of a model's chunks and windows is computed by the reference, and why.
+
+    Products with float weights (routers, indexers) have no kernel, and rows of the embedding are looked up.
+    """
+    g, made, weights = engine.geometry, engine.plan, engine.weights
+    found = {
+        f"attention of block {i}": attention_problem(g, g.compress_ratio[i], made.kv_type) for i in g.attention_layers
+    } | {
+        "recurrence of a chunk": chunk_problem(g.gdn_head_dim), "recurrence of a window": head_problem(g.gdn_head_dim),
+        "mixers": mixer_problem(g.num_streams, g.embed_width),
+        "staged experts": None if made.chunk_tokens in made.staged_buckets else "chunks take none",
+    } | {
+        f"experts of block {i}": None if isinstance(bank.layout, ExpertLayout) else "they are as stored"
+        for i, bank in enumerate(engine.banks)
+    }  # fmt: skip
+    for path, leaf in jax.tree.leaves_with_path(weights, is_leaf=lambda x: isinstance(x, Matrix)):
+        if isinstance(leaf, Matrix) and leaf is not weights.embed and leaf.type_name not in NATIVE_DTYPES:
+            found[jax.tree_util.keystr(path)] = None if leaf.planes is not None else f"{leaf.type_name} as stored"
+    return [f"{what}: {problem}" for what, problem in found.items() if problem]
+
+
+def begin(case: Case, folder: Path, policies: Sequence[str]) -> Run:
     """Load a case's model and put policies to work; tables and bytes are verified after every move."""
-    file, counts = open_gguf(path), Counts()
-    geometry = Geometry.from_gguf(file)
+    (file, geometry), counts = open_model(case, folder), Counts()
     runtime = Runtime.start(
-        Engine.load(file, geometry, planned(case, geometry, policies)), settings_of(case, policies),
-        rule=CheckpointRule(case.every, case.root), sink=counts, check=True,
+        load(case, file, geometry, planned(case, geometry, policies)), settings_of(case, policies),
+        rule=CheckpointRule(case.every, case.root), sink=counts, check=True, min_p=None if interprets() else 0.0,
     )  # fmt: skip
     return Run(case, tuple(policies), runtime, counts, prompts_of(case), runtime.free_bytes())
 
 
 def run_policies(
-    case: Case, path: Path, policies: Sequence[str], arm: Callable[[Runtime], None] = lambda runtime: None
+    case: Case, folder: Path, policies: Sequence[str], arm: Callable[[Runtime], None] = lambda runtime: None
 ) -> dict[str, Any]:
     """Serve a case's requests under policies.
 
     arm: may seed a fault before the first request.
     """
-    started, run = time.perf_counter(), begin(case, path, policies)
+    started, run = time.perf_counter(), begin(case, folder, policies)
     arm(run.runtime)
     requests = [run.serve(ask) for ask in case.asks]
     run.runtime.verify()
     made = run.runtime.engine.plan
     return {
+        "device": run.runtime.engine.device_name,
         "policies": list(policies), "chunk_tokens": made.chunk_tokens, "slots": made.expert_slots,
         "lent_slots": made.lent_slots, "layout": made.prompt_layout, "mapped_cells": made.mapped_cells,
         "drafts_accepted": sum(r["accepted"] for r in requests), "moves": dict(sorted(run.counts.moves.items())),
@@ -152,17 +195,14 @@ def run_policies(
 class Resident:
     """An engine that holds every expert, where nothing moves."""
 
+    case: Case
     engine: Engine
 
     @classmethod
-    def load(cls, case: Case, path: Path) -> Resident:
+    def load(cls, case: Case, folder: Path) -> Resident:
         """Load a case's model."""
-        file = open_gguf(path)
-        geometry = Geometry.from_gguf(file)
-        blocks = geometry.num_layers + geometry.num_mtp_layers
-        request = request_of(case, chunk_tokens=case.chunk_tokens or RESIDENT_CHUNK_TOKENS,
-                           expert_slots=blocks * geometry.num_experts)  # fmt: skip
-        return cls(Engine.load(file, geometry, plan(geometry, request)))
+        file, geometry = open_model(case, folder)
+        return cls(case, load(case, file, geometry, plan(geometry, resident_request(case, geometry))))
 
     def replay(self, ops: Sequence[Op]) -> dict[str, Any]:
         """What a sequence of operations gives: the logits before its last one, a decode, and all after it."""
@@ -184,7 +224,7 @@ class Resident:
 
     def with_margins(self, prompt: Sequence[int]) -> dict[str, Any]:
         """What a prompt gives in whole chunks, and by how much each of its tokens won (top 1 - top 2)."""
-        found = self.replay([("chunks", tuple(prompt)), ("decode", (OUTPUT_TOKENS,))])
+        found = self.replay([("chunks", tuple(prompt)), ("decode", (self.case.output_tokens,))])
         session = Session(self.engine)
         scores = [session.prefill(prompt)[-1]]
         scores += [row for _, row in session.force(found["tokens"][:-1])]
@@ -194,7 +234,7 @@ class Resident:
 
 def outcome(logits: np.ndarray, tokens: Sequence[int], session: Session) -> dict[str, Any]:
     """What a request gave, in plain data: nothing of it may differ."""
-    sections = json.dumps(state_hash(session), sort_keys=True)
+    sections = as_json(state_hash(session))
     return {
         "first_logits": np.asarray(logits, np.float32)[-1].tolist(),
         "first_logits_sha256": hashlib.sha256(np.ascontiguousarray(logits)).hexdigest(),

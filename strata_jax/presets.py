@@ -114,15 +114,18 @@ def model_shape(model: str, *, num_layers: int | None = None, num_experts: int |
 @lru_cache(maxsize=8)
 def model_geometry(model: str, *, num_layers: int | None = None, num_experts: int | None = None) -> Geometry:
     """Return the widths and counts of a model, without tensors. Raises ConfigError as `model_shape` does."""
-    s = model_shape(model, num_layers=num_layers, num_experts=num_experts)
+    return _widths(model, model_shape(model, num_layers=num_layers, num_experts=num_experts))
+
+
+def _widths(name: str, s: ModelShape) -> Geometry:
     eos, boundary = EOS_TOKEN_ID, PLE_BOUNDARY_ID
-    if model in SYNTHETIC_MODELS:
+    if name in SYNTHETIC_MODELS:
         eos, boundary = (s.vocab_size - distance for distance in _SPECIALS_BEFORE_END)
     recurrent = tuple(s.is_recurrent(i) for i in range(s.num_blocks))
     same = {f.name for f in fields(ModelShape)} & {f.name for f in fields(Geometry)}
     same -= {"compress_ratio", "expert_width"}
     return Geometry(
-        name=model,
+        name=name,
         rms_eps=1e-6,
         recurrent=recurrent,
         compress_ratio=tuple(0 if is_gdn else s.compress_ratio for is_gdn in recurrent),
@@ -160,7 +163,6 @@ def preset_geometry(
         ConfigError: an unknown model, quantisation or type, with the nearest known name.
         FormatError: the quantisation's data file is broken or is for another number of layers.
     """
-    base = model_geometry(model, num_layers=num_layers, num_experts=num_experts)
     types = load_quant(quant)
     for name in (head, dense, ple):
         if name is not None:
@@ -168,12 +170,26 @@ def preset_geometry(
     if dense is not None:
         types = replace(types, dense={**_kept(types.dense), "default": dense})
     types = replace(types, head=head or types.head, ple=ple or types.ple)
-    synthetic = model in SYNTHETIC_MODELS
+    return _with_types(model, model_shape(model, num_layers=num_layers, num_experts=num_experts), types)
+
+
+def resized_geometry(model: str, shape: ModelShape, quant: str) -> PresetGeometry:
+    """Return the geometry of a synthetic model with other sizes, as `preset_geometry` does with its own.
+
+    Raises ConfigError for sizes that cannot be, for a published model and for an unknown quantisation.
+    """
+    if model not in SYNTHETIC_MODELS:
+        raise ConfigError(f"model={model} has sizes of its own; only {' and '.join(SYNTHETIC_MODELS)} can have others")
+    check_shape(shape)
+    return _with_types(model, shape, load_quant(quant))
+
+
+def _with_types(model: str, shape: ModelShape, types: Quant) -> PresetGeometry:
+    base, synthetic = _widths(model, shape), model in SYNTHETIC_MODELS
     depth = types.num_layers if synthetic else base.num_layers
     layers = spread_layers(types.experts, depth)
     if synthetic:
         layers = tuple(layers[(2 * i + 1) * depth // (2 * base.num_layers)] for i in range(base.num_layers))
-    shape = model_shape(model, num_layers=num_layers, num_experts=num_experts)
     tensors = _tensors(base, types, layers, table_rows=ple_table_rows(shape))
     return PresetGeometry(
         **{f.name: getattr(base, f.name) for f in fields(Geometry) if f.name not in ("name", "tensor_types")},

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
-from bench.policy_matrix import compare_chosen, compare_fixed
-from bench.policy_matrix_cases import POLICIES, Ask, Case, configurations, missing_moves, write_model
+from bench.policy_matrix import check_machine, compare_chosen, compare_fixed
+from bench.policy_matrix_cases import (
+    CASES,
+    POLICIES,
+    Ask,
+    Case,
+    configurations,
+    geometry_of,
+    missing_moves,
+    open_model,
+    planned,
+    resident_request,
+)
 from bench.policy_matrix_faults import arm
-from bench.policy_matrix_runs import Resident, Run, begin
+from bench.policy_matrix_runs import Resident, Run, begin, load, without_kernels
+from strata_jax.engine.engine import Engine
 from strata_jax.errors import ConfigError
+from strata_jax.memory import staging
 from strata_jax.memory.ledger import MIB
+from strata_jax.memory.plan import plan
 
 # prompts, returns to two of them, and one more return for the fault
 CASE = Case(
@@ -28,12 +44,13 @@ CASE = Case(
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """All policies at work on a model of its own, but the one for which every program is compiled once more."""
-    path = write_model(CASE, tmp_path_factory.mktemp("matrix") / "small.gguf")
-    return begin(CASE, path, [name for name in configurations()["all"] if name != "vram_elastic"])
+    return begin(
+        CASE, tmp_path_factory.mktemp("matrix"), [name for name in configurations()["all"] if name != "vram_elastic"]
+    )
 
 
 def test_all_policies_at_once_change_no_bit_and_a_seeded_fault_does(run: Run) -> None:
-    resident = Resident.load(CASE, run.runtime.engine.file.paths[0])
+    resident = Resident.load(CASE, run.runtime.engine.file.paths[0].parent)
     rows = [run.serve(ask) for ask in CASE.asks[:-1]]
     found = compare_fixed([(row, resident.replay(row["ops"])) for row in rows])
     assert found["differences"] == []
@@ -56,6 +73,50 @@ def test_every_pair_that_can_be_on_together_is_a_configuration() -> None:
     assert {frozenset((name,)) for name in POLICIES} <= found
     assert frozenset(POLICIES) - {"kv_residence"} in found
     assert frozenset(POLICIES) - {"own", "kv_grow"} in found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_configuration_of_a_case_can_be_planned(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    geometry = geometry_of(case, tmp_path)
+    made = [planned(case, geometry, policies) for policies in configurations().values()]
+    resident = plan(geometry, resident_request(case, geometry))
+    assert {one.staged_buckets for one in made} == {resident.staged_buckets}
+    assert (case.chunk_tokens in resident.staged_buckets) == (case.quant is not None)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.chunk_tokens is not None])
+def test_the_plans_of_a_case_leave_its_policies_something_to_move(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    geometry = geometry_of(case, tmp_path)
+    made = {name: planned(case, geometry, configurations()[name]) for name in ("borrow", "all", "all_but_own")}
+    assert min(made["borrow"].lent_slots, made["all_but_own"].lent_slots) > 0
+    for one in (made["all"], made["all_but_own"]):
+        assert one.mapped_cells == case.init_cells
+        assert any("MiB of the expert cache can be given back" in note for note in one.notes)
+
+
+def test_a_case_of_kernels_of_which_the_reference_computes_a_part_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "IN_PLACE_BYTES", staging.IN_PLACE_BYTES)  # set by `load`
+    short = CASES["kernels_short"]
+
+    def loaded(case: Case) -> Engine:
+        file, geometry = open_model(case, tmp_path)
+        return load(case, file, geometry, planned(case, geometry, ()))
+
+    assert without_kernels(loaded(short)) == []
+    with pytest.raises(RuntimeError, match=r"attention of block 1: heads of 64 .*; staged experts: chunks take none"):
+        loaded(replace(short, kv_type="q4_0", stage_bytes=0))
+
+
+def test_a_cpu_is_not_asked_to_interpret_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    for name in ("fixed", "chosen", "kernels_short"):
+        check_machine(CASES[name])
+    with pytest.raises(ConfigError, match="would interpret the kernels for 27,553 tokens"):
+        check_machine(CASES["kernels"])
 
 
 def test_a_policy_that_moved_nothing_is_named() -> None:
