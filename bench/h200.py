@@ -159,14 +159,16 @@ class Child:
                 self.row(f"roof experts chunk {tokens}", partial(dict, found))
                 experts_s[tokens] = found["experts_s"]
         from strata_jax.engine.engine import Engine
+        from strata_jax.engine.program_store import ProgramStore
 
+        store = None if self.o.cache is None else ProgramStore.under(Path(self.o.cache) / "programs")
         engine: Any = None
         bounds: Any = None
         zero_copy: dict[int, float] = {}
         for idx, made in enumerate(plans.values()):
             if idx == 0:
                 before = time.perf_counter()
-                engine = Engine.load(self.model, self.geometry, made, compile_watch, loans=())
+                engine = Engine.load(self.model, self.geometry, made, compile_watch, loans=(), program_store=store)
                 jax.block_until_ready((engine.weights, engine.banks, engine.arena))
                 loaded = {
                     "s": time.perf_counter() - before - engine.programs.compile_s,
@@ -182,7 +184,9 @@ class Child:
                 weights, banks = engine.weights, engine.banks
                 engine = bounds = None
                 gc.collect()  # sessions and their engine hold each other: the arena goes before the next one comes
-                engine = Engine.lay_out(self.model, self.geometry, made, weights, banks, compile_watch, loans=())
+                engine = Engine.lay_out(
+                    self.model, self.geometry, made, weights, banks, compile_watch, loans=(), program_store=store
+                )
             if self.reference:
                 break
             if engine.staging is not None:
