@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,9 @@ def num_bad(x: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def tag(op: str, blocks: Blocks) -> str:
+    if blocks.rings is not None:
+        ring = blocks.rings[OPS.index(op)]
+        return f"Mosaic M{'/'.join(map(str, ring.rows))} S{ring.stages} B{ring.batch}"
     cut = blocks.swiglu if op == "swiglu" else blocks.down
     return f"M{blocks.rows} R{cut.rows} w{cut.warps}{' swap' if blocks.swap else ''}"
 
@@ -323,7 +327,10 @@ def section_grouped() -> None:
     chunks = [Chunk(tokens) for tokens in (2048, 512, 8192)]
     for chunk in chunks:
         chosen = choose_blocks(chunk.num_pairs / NUM_EXPERTS, layer.layout.tile_rows, kind)
-        for blocks in (chosen, narrow) if chunk.num_tokens == 512 else (chosen,):
+        variants = [chosen, narrow] if chunk.num_tokens == 512 else [chosen]
+        if chosen.rings is not None:
+            variants.append(replace(chosen, rings=None))  # the same tiles by Triton
+        for blocks in variants:
             jobs += [(op, chunk, blocks, submit(op, layer.layout, chunk, blocks, layer.words)) for op in OPS]
         jobs.append(("layer", chunk, chosen, submit_layer(layer, chunk, chosen)))
         jobs.append(("xla", chunk, chosen, submit_batched(chunk)))

@@ -193,9 +193,9 @@ def _add(
     lines = jnp.where(rows.left, lines, -1)
     h = grouped_swiglu(
         u.astype(jnp.bfloat16), rows.pairs.token_of, rows.tiles, words, lines, layout, rows.h, blocks,
-        backend="triton", interpret=interpret,
+        backend="mosaic", interpret=interpret,
     )  # fmt: skip
-    y = grouped_down(h, rows.tiles, words, lines, layout, rows.y, blocks, backend="triton", interpret=interpret)
+    y = grouped_down(h, rows.tiles, words, lines, layout, rows.y, blocks, backend="mosaic", interpret=interpret)
     return replace(rows, h=h, y=y, left=rows.left & (lines < 0))
 
 

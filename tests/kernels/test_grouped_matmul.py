@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from strata_jax.gguf.blocks import block_type
+from strata_jax.kernels.dequant import grids
 from strata_jax.kernels.expert_gemv import ExpertLayout, LaunchBlocks, expert_layout
 from strata_jax.kernels.grouped_matmul import (
     Blocks,
@@ -22,7 +24,8 @@ from strata_jax.kernels.grouped_matmul import (
     tile_map,
     triton,
 )
-from strata_jax.kernels.planes import decode_planes
+from strata_jax.kernels.grouped_matmul.blocks import RINGS
+from strata_jax.kernels.planes import PLANE_TYPES, decode_planes
 from strata_jax.kernels.quant_matmul import PlanePart
 from tests.kernels.lowering import lower_for_cuda
 from tests.kernels.place import INTERPRET
@@ -52,13 +55,13 @@ class Case:
 
 
 @functools.cache
-def make_case(gate_type: str = "IQ3_XXS", down_type: str = "Q2_0") -> Case:
+def make_case(gate_type: str = "IQ3_XXS", down_type: str = "Q2_0", page_words: int = PAGE_WORDS) -> Case:
     rng = np.random.default_rng(5)
     layout = expert_layout(gate_type, gate_type, down_type, WIDTH, EXPERT_WIDTH)
-    per_expert = -(-layout.num_words // PAGE_WORDS)
+    per_expert = -(-layout.num_words // page_words)
     assert per_expert > 3
-    assert layout.firsts[2] % PAGE_WORDS  # a matrix begins and ends inside a page
-    arena = rng.integers(0, 2**32, (2 + NUM_EXPERTS * per_expert, PAGE_WORDS), np.uint32)
+    assert layout.firsts[2] % page_words  # a matrix begins and ends inside a page
+    arena = rng.integers(0, 2**32, (2 + NUM_EXPERTS * per_expert, page_words), np.uint32)
     pages, weights = 2 + per_expert * rng.permutation(NUM_EXPERTS), []
     for expert, page in enumerate(pages):
         words = [random_words(part, 10 * expert + i) for i, part in enumerate(layout.parts)]
@@ -192,31 +195,110 @@ def test_what_does_not_fit_is_named():
 
 
 def test_blocks_follow_the_load_the_gpu_and_the_planes():
-    assert [choose_blocks(rows, 128, "NVIDIA H200").rows for rows in (10, 40, 160)] == [32, 64, 128]
+    assert [choose_blocks(rows, 64, "NVIDIA H200").rows for rows in (10, 40, 160)] == [32, 64, 128]
     assert choose_blocks(160, 128, "another").rows == 64
+    rings = RINGS["NVIDIA H200"] if jax.__version_info__[:2] == (0, 11) else None
+    assert [choose_blocks(rows, 128, "NVIDIA H200").rings for rows in (10, 40, 160)] == [rings] * 3
     narrow = choose_blocks(40, 32, "NVIDIA H200")
+    assert narrow.rings is None
     assert (narrow.swiglu.rows, narrow.down.rows) == (32, 32)
 
 
 @pytest.mark.parametrize("tokens", [512, 2048])  # weights first, and rows first
 def test_products_of_the_model_lower_for_a_gpu(tokens):
     layout = expert_layout("Q8_0", "Q8_0", "Q2_0", 2560, 640)
-    blocks = choose_blocks(tokens * 10 / 512, layout.tile_rows, "NVIDIA H200")
+    text = lower_layer(layout, tokens, choose_blocks(tokens * 10 / 512, layout.tile_rows, "another"))
+    assert text.count("triton") >= 2
+    assert "mosaic_gpu" not in text
+
+
+@pytest.mark.parametrize(("gate_type", "down_type"), [("IQ2_XS", "Q2_0"), ("IQ2_S", "IQ4_NL"), ("Q8_0", "Q8_0")])
+def test_products_of_the_model_lower_for_hopper(gate_type, down_type):
+    """Shared memory suffices, whatever the types: Q8_0 has the most words, IQ2_S the largest tables."""
+    layout = expert_layout(gate_type, gate_type, down_type, 2560, 640)
+    text = lower_layer(layout, 512, ring_blocks())
+    assert text.count("@mosaic_gpu") == 2
+    assert "triton" not in text
+
+
+def test_matrices_that_mosaic_does_not_take_are_left_to_triton():
+    blocks = ring_blocks()
+    text = lower_layer(expert_layout("Q8_0", "Q4_0", "Q2_0", 2560, 640), 512, blocks)
+    assert text.count("@mosaic_gpu") == 1  # down; gate and up are of two types
+
+
+def ring_blocks() -> Blocks:
+    if jax.__version_info__ < (0, 11):
+        pytest.skip(f"the Mosaic kernel does not lower with jax {jax.__version__}")
+    rings = RINGS["NVIDIA H200"]
+    return Blocks(rings[0].rows[-1], LaunchBlocks(64, 4), LaunchBlocks(128, 8), swap=False, rings=rings)
+
+
+def lower_layer(layout: ExpertLayout, tokens: int, blocks: Blocks) -> str:
     rows = tokens * 10 + blocks.rows
 
     def layer(u: jax.Array, ids: jax.Array, words: jax.Array, lines: jax.Array) -> jax.Array:
         pairs = sort_pairs(ids, 512, blocks.rows)
         tiles = tile_map(pairs, blocks.rows)
         h = jnp.zeros((rows, 640), jnp.bfloat16)
-        h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h, blocks)
-        return grouped_down(h, tiles, words, lines, layout, jnp.zeros((rows, 2560), jnp.float32), blocks)
+        h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h, blocks, backend="mosaic")
+        y = jnp.zeros((rows, 2560), jnp.bfloat16)
+        return grouped_down(h, tiles, words, lines, layout, y, blocks, backend="mosaic")
 
     shape = jax.ShapeDtypeStruct
-    text = lower_for_cuda(
+    return lower_for_cuda(
         layer,
         shape((tokens, 2560), jnp.bfloat16),
         shape((tokens, 10), jnp.int32),
         shape((100_000, 4096), jnp.uint32),
         shape((512,), jnp.int32),
     )
-    assert text.count("triton") >= 2
+
+
+@pytest.mark.parametrize("type_name", ["IQ2_XXS", "IQ2_XS", "IQ2_S"])
+def test_selectors_hold_the_codebook_and_its_signs(type_name):
+    fragments = pytest.importorskip("strata_jax.kernels.grouped_matmul.fragments")
+    selectors, negative = (table[:, :1] >> (4 * np.arange(8)) for table in fragments.shared_tables(type_name))
+    assert (np.array([8, 25, 43])[selectors & 15] == grids.magnitudes(type_name)).all()
+    bits = np.arange(len(negative))[:, None] >> np.arange(8) & 1
+    if type_name != "IQ2_S":
+        assert ((negative >> 2 & 1).sum(1) % 2 == 0).all()
+        bits, negative = bits[:, :7], negative[:, :7]
+    assert (negative & 15 == 4 * bits).all()
+
+
+@pytest.mark.parametrize("type_name", ["IQ2_XS", "Q2_0"])
+def test_columns_are_ordered_as_threads_hold_weights(type_name):
+    """Thread q of a quad has item q; wgmma takes columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of each 16 from it."""
+    fragments = pytest.importorskip("strata_jax.kernels.grouped_matmul.fragments")
+    got = fragments.permute_columns(jnp.arange(256)[None], type_name)[0]
+    for at, col in enumerate(np.asarray(got)):
+        step, half, k, quad, two = at // 128, at // 64 % 2, at // 8 % 8, at // 2 % 4, at % 2
+        weight = k + 8 * two if type_name == "Q2_0" else 2 * k + two
+        assert col == 128 * step + 32 * quad + 16 * half + weight
+
+
+@pytest.mark.skipif(INTERPRET or jax.devices()[0].compute_capability != "9.0", reason="the kernel is for Hopper")
+@pytest.mark.parametrize("gate_type", PLANE_TYPES)
+def test_mosaic_fills_the_rows_of_its_experts_and_no_others(gate_type):
+    blocks = ring_blocks()
+    whole_blocks = EXPERT_WIDTH % block_type(gate_type).block_len == 0
+    case = make_case(gate_type, gate_type if whole_blocks else "Q2_0", 13 * 128)
+    pairs = sort_pairs(jnp.asarray(case.ids), NUM_EXPERTS, blocks.rows)
+    tiles, num_rows = tile_map(pairs, blocks.rows), case.ids.size + blocks.rows
+    lines = arena_lines(case.arrays, case.pages)[1]
+    chosen = [expert for expert in np.flatnonzero(lines >= 0) if (case.ids == expert).any()]
+    operands = (tiles, case.arrays[1], lines, case.layout)
+    h = jnp.full((num_rows, EXPERT_WIDTH), 7, jnp.bfloat16)
+    h = grouped_swiglu(case.u, pairs.token_of, *operands, h, blocks, backend="mosaic")
+    by_row = np.append(np.sort(case.ids.reshape(-1)), np.full(blocks.rows, NUM_EXPERTS))
+    others, hidden = ~np.isin(by_row, chosen), np.asarray(h, np.float64)
+    assert (hidden[others] == 7).all()
+    for dtype, bound in ((jnp.float32, 5e-3), (jnp.bfloat16, 1e-2)):
+        y = grouped_down(h, *operands, jnp.full((num_rows, WIDTH), 7, dtype), blocks, backend="mosaic")
+        y = np.asarray(y, np.float64)
+        assert (y[others] == 7).all()
+        for expert in chosen:
+            rows = np.flatnonzero(by_row == expert)
+            assert rel_err(hidden[rows], case.hidden(np.asarray(pairs.token_of)[rows], expert)) < 5e-3
+            assert rel_err(y[rows], hidden[rows] @ case.weights[expert][2].T) < bound

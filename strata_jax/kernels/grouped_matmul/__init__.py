@@ -23,13 +23,14 @@ import jax.numpy as jnp
 from strata_jax.kernels.backend import on_backend
 from strata_jax.kernels.expert_gemv.layout import ExpertLayout
 from strata_jax.kernels.grouped_matmul import reference, triton
-from strata_jax.kernels.grouped_matmul.blocks import Blocks, choose_blocks
+from strata_jax.kernels.grouped_matmul.blocks import Blocks, RingBlocks, choose_blocks
 from strata_jax.kernels.grouped_matmul.tile_map import SortedPairs, TileMap, arena_lines, sort_pairs, tile_map
 from strata_jax.kernels.planes import PlaneLayout
 from strata_jax.kernels.quant_matmul.tiles import PlanePart
 
 __all__ = [
     "Blocks",
+    "RingBlocks",
     "SortedPairs",
     "TileMap",
     "arena_lines",
@@ -61,7 +62,9 @@ def grouped_swiglu(
         u: bf16[T, E], the tokens.
         token_of: i32[P + pad] with pad >= blocks.rows.
         out: bf16[P + pad, F]; rows of other experts and of the padding keep what they hold.
-        backend: ``"reference"`` or ``"triton"``; None = Triton on CUDA, the reference elsewhere.
+        backend: ``"reference"``, ``"triton"`` or ``"mosaic"``; None = Mosaic or Triton on CUDA, the reference
+            elsewhere. Mosaic takes what `blocks` have rings for: on Hopper, gate and up of one type, planes of 128
+            rows. Triton takes the rest.
         interpret: run the Triton kernel in Pallas' interpreter, on any device.
 
     Raises:
@@ -71,12 +74,16 @@ def grouped_swiglu(
     _check(layout, layout.gate, words, u.shape[1], token_of.shape[0], out, blocks.swiglu.rows)
 
     def kernel() -> jax.Array:
+        if (ring := _ring(backend, blocks, parts, interpret)) is not None:
+            from strata_jax.kernels.grouped_matmul import mosaic
+
+            return mosaic.swiglu(u, token_of, tiles, words, lines, parts, out, ring)
         return triton.swiglu(u, token_of, tiles, words, lines, parts, out, blocks, interpret)
 
     def plain() -> jax.Array:
         return reference.swiglu(u, token_of, tiles, words, lines, parts, out, blocks.rows)
 
-    return on_backend(backend, kernel, plain)
+    return on_backend("triton" if backend == "mosaic" else backend, kernel, plain)
 
 
 def grouped_down(
@@ -102,12 +109,16 @@ def grouped_down(
     _check(layout, layout.down, words, h.shape[1], h.shape[0], out, blocks.down.rows)
 
     def kernel() -> jax.Array:
+        if (ring := _ring(backend, blocks, (part,), interpret)) is not None:
+            from strata_jax.kernels.grouped_matmul import mosaic
+
+            return mosaic.down(h, tiles, words, lines, part, out, ring)
         return triton.down(h, tiles, words, lines, part, out, blocks, interpret)
 
     def plain() -> jax.Array:
         return reference.down(h, tiles, words, lines, part, out, blocks.rows)
 
-    return on_backend(backend, kernel, plain)
+    return on_backend("triton" if backend == "mosaic" else backend, kernel, plain)
 
 
 def combine(y: jax.Array, pairs: SortedPairs, weights: jax.Array) -> jax.Array:
@@ -121,6 +132,15 @@ def combine(y: jax.Array, pairs: SortedPairs, weights: jax.Array) -> jax.Array:
         value = jnp.where((row < num_rows)[:, None], y[row].astype(jnp.float32), 0.0)
         total = total + weights[:, i, None] * value
     return total
+
+
+def _ring(backend: str | None, blocks: Blocks, parts: tuple[PlanePart, ...], interpret: bool) -> RingBlocks | None:
+    """Return how Mosaic cuts these products, None = Triton does them."""
+    if backend == "triton" or blocks.rings is None or interpret:
+        return None
+    from strata_jax.kernels.grouped_matmul import mosaic  # not with every version of JAX
+
+    return blocks.rings[0 if len(parts) == 2 else 1] if mosaic.takes(parts) else None
 
 
 def _check(
