@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -21,10 +22,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".pytest_cache" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
-# Compiling is most of what the tests take, and what they look at is not the speed of small models: LLVM optimises less
-# (at level 0 results are less exact), and the slower of two ways to generate code is left out (jaxlib 0.12 has one, and
-# not the flag). What `tests/engine/test_rounds.py` compiles took 16.5 s instead of 37.5 (2 cores, jaxlib 0.10.2).
-QUICK_FLAGS = ["--xla_backend_optimization_level=1"]
+# Compiling is most of what the tests take, and what they look at is not the speed of small models: LLVM optimises
+# nothing, and the slower of two ways to generate code is left out (jaxlib 0.12 has one, and not the flag). Unoptimised,
+# a multiplication and an addition become one instruction in one program and two in another, whose bits then differ:
+# code is for processors without that instruction, where the machine is of their kind.
+if platform.machine() in ("x86_64", "AMD64"):
+    QUICK_FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    QUICK_FLAGS.append("--xla_cpu_max_isa=AVX")
+else:
+    QUICK_FLAGS = ["--xla_backend_optimization_level=1"]
 if tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 12):
     QUICK_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([with_free_early(os.environ.get("XLA_FLAGS", "")), *QUICK_FLAGS]).strip()

@@ -18,7 +18,7 @@ RUNS = {"all": 5, "under the loan": 4}  # windows of cells and segments that com
 
 @pytest.fixture(scope="module")
 def engines(models: ModelStore) -> Engines:
-    return Engines(models.synthetic("nano", 0, echo_mtp=0.1, overrides=SMALL))
+    return Engines(models.synthetic("nano", 0, echo_mtp=0.1, overrides=SMALL), spec_window=2)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -25,7 +25,7 @@ from tests.pipelines.conftest import REPOSITORY, Finished
 
 RunHere = Callable[..., Finished]
 PROMPT_IDS = [11, 204, 33, 480, 7, 7, 92, 310, 41, 5]
-COMMON = ("prefill.chunk=64", "model.max_context=256", "kv.type=f32")
+COMMON = ("prefill.chunk=64", "model.max_context=256", "kv.type=f32", "spec.window=2")
 PROMPT = f"workload.token_ids=[{','.join(map(str, PROMPT_IDS))}]"
 OUTPUT = "workload.max_output_tokens=24"
 # A shell's background job ignores SIGINT, and so does what it starts; run what follows with the default again.

@@ -18,7 +18,7 @@ from tests.pipelines.conftest import Finished
 
 RUN = (
     "workload.prompt='The quick brown fox'", "workload.ignore_eos=true", "workload.max_output_tokens=24",
-    "cache.slots=6", "prefill.chunk=32", "kv.type=f32", "engine.check=true",
+    "cache.slots=6", "prefill.chunk=32", "kv.type=f32", "engine.check=true", "spec.window=2",
 )  # fmt: skip
 ADAPTIVE = (
     "cache.replacement=adaptive",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,11 +181,11 @@ def test_the_choice_on_a_sample_is_no_slower_on_the_whole_loop_than_any_preset(c
         assert chosen <= run_whole(compose_config([*small, f"policy={preset}"])) * (1 + LEAST_GAIN), preset
 
 
-def test_the_search_is_deterministic_and_fast(compose_config: Compose) -> None:
+def test_the_search_is_deterministic_and_tries_few_settings_on_few_requests(compose_config: Compose) -> None:
     config = compose_config([CARD, "policy=auto", "workload=agent_loop", "executor.noise=0.2"])
-    started = time.process_time()
     first = search_policies(config)
-    assert time.process_time() - started < 10
+    assert 1 < len(first.candidates) < 150
+    assert first.num_sampled < first.num_requests / 20
     assert search_policies(config) == first
 
 
