@@ -28,6 +28,7 @@ from jax.experimental import serialize_executable
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 4 * 2**30  # of the programs of one device; those not used for longest are removed
+NOT_KEPT = "@mosaic_gpu"  # kernels whose host code looks for symbols that only tracing them loads (jax 0.11.2)
 _HIT = "/jax/compilation_cache/cache_hits"
 # settings of JAX that change what is traced
 _SETTINGS = (
@@ -96,14 +97,16 @@ class ProgramStore:
     def compile(self, name: str, lowered: Any, args: tuple) -> Any:
         """Return a lowered program, compiled unless one of the same text is there; the name stands for it from now."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
-        text = _digest(lowered.as_text())
+        code = lowered.as_text()
+        text = _digest(code)
         program = self._load(text, args, shapes) if (self.folder / text).exists() else None
         if program is None:
             found_by_jax = _watch_hits()
             found_by_jax.here = False
             program = lowered.compile()
-            if found_by_jax.here:
-                return program  # what JAX has read from its cache lacks what a file needs (on a CPU)
+            # what JAX has read from its cache lacks what a file needs, on a CPU
+            if found_by_jax.here or NOT_KEPT in code:
+                return program
             executable, _, _ = serialize_executable.serialize(program)
             self._write(text, executable)
         self._write(name, pickle.dumps((text, shapes)))

@@ -314,7 +314,7 @@ def _kernel_terms(sizes: ModelSizes, rows: int, width: int) -> tuple[Term, ...]:
     padded = pairs + MAX_GROUP_ROWS
     shape = f"(T {rows} x K {used} + {MAX_GROUP_ROWS}) x"
     return (
-        Term("hidden rows", padded * width * BF16_BYTES, f"{shape} F {width} x 2 B"),
+        Term("hidden rows", 2 * padded * width * BF16_BYTES, f"2 x {shape} F {width} x 2 B"),
         Term("expert outputs", padded * embed * BF16_BYTES, f"{shape} E {embed:,} x 2 B"),
         Term("sorted pairs", (SORT_WORDS * pairs + 8 * experts) * F32_BYTES,
              f"({SORT_WORDS} x T {rows} x K {used} + 8 x {experts} experts) x 4 B"),

@@ -29,9 +29,10 @@ AUTO_SHARE = 8  # auto takes this part of what expert slots could have
 # a token at 50 GB/s. With less, the link waits for the routing with full buffers (bench/LOG.md: 16,384 tokens by 8,192
 # in 1.84 s with 448 MiB, in 2.25 s with 156 MiB and 206 slots more).
 AUTO_TOKEN_BYTES, AUTO_MOST_SHARE = 56 * 1024, 3
-# What a block is expected to miss, below which it is read where it lies, 0.7 ms at 45 GB/s: copied, it would come after
-# the host has seen the routing (a read from a GPU and what follows take 0.5 ms or more), and needs programs to start.
-IN_PLACE_BYTES = 32 * MIB
+# What a block is expected to miss, below which it is read where it lies, 2.2 ms at 45 GB/s: copied, it would come after
+# the host has seen the routing, and nothing is started ahead of that. That cost 3.6 ms a block with 38 MB to come (an
+# H200, chunks of 2,048 tokens: 6.7 ms a block of which some 3.1 are computed; bench/LOG.md).
+IN_PLACE_BYTES = 96 * MIB
 UNSEEN_USES = 0.25  # counted for every expert: one that nobody has used yet may still be used
 
 

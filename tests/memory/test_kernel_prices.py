@@ -26,7 +26,7 @@ def test_kernels_price_rows_sorted_by_expert_and_their_outputs() -> None:
     chunk, window = priced(512), priced(4)
     assert chunk.pop("router and shared expert") == 512 * (2 * 512 + 3 * 640 + 2 * 2560) * 4
     assert chunk == {
-        "hidden rows": (512 * 10 + 128) * 640 * 2,
+        "hidden rows": 2 * (512 * 10 + 128) * 640 * 2,
         "expert outputs": (512 * 10 + 128) * 2560 * 2,
         "sorted pairs": (8 * 5120 + 8 * 512) * 4,
     }
