@@ -23,7 +23,10 @@ from types import FunctionType
 from typing import Any
 
 import jax
+import jaxlib
 from jax.experimental import serialize_executable
+
+from strata_jax.hardware import cpu_model
 
 log = logging.getLogger(__name__)
 
@@ -125,10 +128,14 @@ class ProgramStore:
             return None
 
     def _write(self, name: str, content: bytes) -> None:
-        """Readers see the whole file or none of it."""
+        """Readers see the whole file or none of it; where none can be written, the next start takes longer."""
         unfinished = self.folder / f"{name}.{os.getpid()}.{threading.get_ident()}"
-        unfinished.write_bytes(content)
-        unfinished.replace(self.folder / name)
+        try:
+            unfinished.write_bytes(content)
+            unfinished.replace(self.folder / name)
+        except OSError as error:
+            log.warning("a compiled program is not kept: %s", error)
+            unfinished.unlink(missing_ok=True)
 
 
 def _digest(value: Any) -> str:
@@ -186,7 +193,7 @@ def _surroundings() -> list[Any]:
     """What programs depend on besides their text."""
     device = jax.devices()[0]
     return [
-        jax.__version__, device.client.platform, device.client.platform_version, device.device_kind,
-        len(jax.devices()), os.environ.get("XLA_FLAGS", ""),
+        jax.__version__, jaxlib.__version__, device.client.platform, device.client.platform_version,
+        device.device_kind, len(jax.devices()), cpu_model(), os.environ.get("XLA_FLAGS", ""),
         [(name, str(getattr(jax.config, name))) for name in _SETTINGS],
     ]  # fmt: skip

@@ -107,6 +107,23 @@ def test_a_broken_file_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFi
         caplog.clear()
 
 
+def test_a_program_that_cannot_be_written_is_computed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = Path.write_bytes
+
+    def full(self: Path, content: bytes) -> int:
+        if self.is_relative_to(tmp_path):
+            raise OSError(28, "No space left on device")
+        return written(self, content)  # JAX's own cache
+
+    programs = programs_in(tmp_path)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert call(programs, new_function(), jnp.ones(4))[1].tolist() == [2, 2, 2, 2]
+    assert "a compiled program is not kept" in caplog.text
+    assert not list(tmp_path.glob("*/*"))
+
+
 def test_what_jax_read_from_its_own_cache_is_not_kept(tmp_path: Path) -> None:
     f = new_function()
     call(programs_in(tmp_path / "one"), f, jnp.ones(4))
