@@ -14,21 +14,17 @@ from typing import Any
 
 from strata_jax.errors import DoesNotFit
 from strata_jax.geometry import Geometry
-from strata_jax.memory import layout
 from strata_jax.memory.candidate import Frame, make_frame
-from strata_jax.memory.cell_window import check_window, window_holds, window_note
+from strata_jax.memory.cell_window import check_window
 from strata_jax.memory.expert_ranking import ExpertRanking
-from strata_jax.memory.ledger import MIB, Ledger, Memory, Origin, Owner, Phase
-from strata_jax.memory.pieces import Pieces
-from strata_jax.memory.request import MIN_CONTEXT_CELLS, Choice, PlanRequest, check_request, setting_text
+from strata_jax.memory.ledger import MIB, Ledger, Memory, Owner, Phase
+from strata_jax.memory.plan_choices import choose_chunk, choose_context, choose_slots, stage_choice
+from strata_jax.memory.plan_notes import plan_notes
+from strata_jax.memory.request import Choice, PlanRequest, check_request
 from strata_jax.memory.segments import ArenaLayout, arena_layout
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.memory.slot_order import SlotOrder, slot_order
-from strata_jax.memory.staging import AUTO_MOST_SHARE, AUTO_SHARE, MIN_MEAN_ROWS, NUM_BUFFERS, expert_lines
 from strata_jax.memory.unfit import Unfit, explain
-
-SMALLEST_AUTO_CHUNK_TOKENS = 8
-CONTEXT_GRID_CELLS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,136 +277,13 @@ def _solve(geometry: Geometry, request: PlanRequest) -> MemoryPlan | tuple[Frame
     sizes = model_sizes(geometry)
     check_request(request, sizes)
     frame = make_frame(sizes, request)
-    context = _choose_context(frame)
-    chunk = _choose_chunk(frame, context.value)
+    context = choose_context(frame)
+    chunk = choose_chunk(frame, context.value)
     check_window(frame, context.value, chunk.value)
-    slots = _choose_slots(frame, context.value, chunk.value)
+    slots = choose_slots(frame, context.value, chunk.value)
     if frame.shortfall(context.value, chunk.value, slots.value) is not None:
         return frame, (context.value, chunk.value, slots.value)
     return _assemble(frame, context, chunk, slots)
-
-
-def _choose_context(frame: Frame) -> Choice:
-    """Given, or what the workload needs, or the model's length with the K/V in half of what the weights leave.
-
-    Less than that where given slots or a given chunk leave less.
-    """
-    r, block = frame.request, frame.block_cells
-    if r.context_cells is not None:
-        return r.choice("context_cells", r.context_cells)
-    if r.workload_cells is not None:
-        return _workload_context(frame, r.workload_cells)
-    longest = frame.sizes.geometry.context_length
-    full = layout.align_up(longest, block) // block
-    least = min(full, -(-MIN_CONTEXT_CELLS // block))
-    room = frame.room_bytes(frame.fixed)
-    half = None if room is None else max(0, room) // 2
-
-    def takes_half(num_blocks: int) -> bool:
-        cells = num_blocks * block
-        entries = frame.context_entries(cells, frame.first_cells(cells))
-        return half is None or sum(e.peak_bytes for e in entries if e.memory is Memory.DEVICE) <= half
-
-    def fits(num_blocks: int) -> bool:
-        cells = num_blocks * block
-        return frame.shortfall(cells, _least_chunk(frame, cells), r.expert_slots or 0) is None
-
-    blocks = layout.largest_where(takes_half, least, full) or least
-    if not fits(blocks):
-        blocks = layout.largest_where(fits, least, blocks) or least
-        reason = f"what fits beside {', '.join(setting_text(*pair) for pair in r.given().items()) or 'the weights'}"
-    elif blocks == full:
-        reason = "the model's context_length"
-    else:
-        reason = f"K/V and index keys may take half of the {2 * (half or 0) / MIB:,.1f} MiB that the weights leave"
-    if blocks < full:
-        reason += f"; the model's context_length is {longest:,}"
-    return Choice("context_cells", min(longest, blocks * block), Origin.COMPUTED, reason)
-
-
-def _least_chunk(frame: Frame, context_cells: int) -> int:
-    r = frame.request
-    return r.chunk_tokens or auto_chunks(r.chunk_auto_max, context_cells)[-1]
-
-
-def _workload_context(frame: Frame, needed_cells: int) -> Choice:
-    """What the workload needs, on a grid where memory allows: compiled programs depend on the number of cells."""
-    r, longest = frame.request, frame.sizes.geometry.context_length
-    gridded = min(longest, layout.align_up(needed_cells, CONTEXT_GRID_CELLS))
-    if gridded != needed_cells and frame.shortfall(gridded, _least_chunk(frame, gridded), r.expert_slots or 0) is None:
-        reason = f"the workload needs {needed_cells:,}; on a grid of {CONTEXT_GRID_CELLS:,}, to reuse compiled programs"
-        return Choice("context_cells", gridded, Origin.COMPUTED, reason)
-    return Choice("context_cells", needed_cells, Origin.COMPUTED, "what the workload needs")
-
-
-def auto_chunks(chunk_auto_max: int, context_cells: int) -> tuple[int, ...]:
-    """Return the chunks that auto tries, largest first: powers of two from 8 up to the first that holds the context."""
-    tried: list[int] = []
-    size = SMALLEST_AUTO_CHUNK_TOKENS
-    while size <= chunk_auto_max:
-        tried.append(size)
-        if size >= context_cells:
-            break
-        size *= 2
-    return tuple(reversed(tried)) or (chunk_auto_max,)
-
-
-def _choose_chunk(frame: Frame, context_cells: int) -> Choice:
-    """Given, or the largest that fits beside the slots of one token's experts; without them if nothing else fits."""
-    r = frame.request
-    if r.chunk_tokens is not None:
-        return r.choice("chunk_tokens", r.chunk_tokens)
-    every = auto_chunks(r.chunk_auto_max, context_cells)
-    tried = tuple(tokens for tokens in every if window_holds(frame, context_cells, tokens)) or every[-1:]
-    floors = (r.expert_slots,) if r.expert_slots is not None else (_one_token_slots(frame), 0)
-    for num_slots in floors:
-        for idx, tokens in enumerate(tried):
-            if _fits_beside(frame, context_cells, tokens, num_slots):
-                reason = _chunk_reason(frame, tried, idx, context_cells, num_slots)
-                return Choice("chunk_tokens", tokens, Origin.COMPUTED, reason)
-    return Choice("chunk_tokens", tried[-1], Origin.COMPUTED, "the smallest that auto tries")
-
-
-def _fits_beside(frame: Frame, context_cells: int, tokens: int, num_slots: int) -> bool:
-    """Whether a chunk fits beside at least so many slots; where prompts borrow, of all the slots that there can be."""
-    if frame.request.moving.lend and frame.request.expert_slots is None:
-        most = frame.slots_that_fit(context_cells, tokens)
-        return most is not None and most >= num_slots
-    return frame.shortfall(context_cells, tokens, num_slots) is None
-
-
-def _chunk_reason(frame: Frame, tried: tuple[int, ...], idx: int, context_cells: int, num_slots: int) -> str:
-    if idx:
-        larger = frame.shortfall(context_cells, tried[idx - 1], num_slots)
-        short = larger.short_bytes / MIB if larger else 0.0
-        return f"{tried[idx - 1]:,} tokens need {short:,.1f} MiB more than there are beside {num_slots:,} slots"
-    if tried[0] >= context_cells:
-        return f"no prompt is longer than the context of {context_cells:,} cells"
-    if tried[0] < auto_chunks(frame.request.chunk_auto_max, context_cells)[0]:
-        return f"the largest that kv.resident_cells={frame.request.moving.resident_cells:,} holds beside a page"
-    return f"the largest that auto tries; prefill.chunk=auto:{2 * tried[0]} allows more"
-
-
-def _one_token_slots(frame: Frame) -> int:
-    """Slots for as many experts of every block as one token uses."""
-    return min(len(frame.pages) * frame.sizes.geometry.num_experts_used, frame.max_slots)
-
-
-def _choose_slots(frame: Frame, context_cells: int, chunk_tokens: int) -> Choice:
-    """Given, or all that fit; where device and host memory are one, only those of one token."""
-    r = frame.request
-    if r.expert_slots is not None:
-        return r.choice("expert_slots", r.expert_slots)
-    fitting = frame.slots_that_fit(context_cells, chunk_tokens) or 0
-    if r.device_budget_bytes is None and fitting > _one_token_slots(frame):
-        reason = "the experts of one token: here a slot is a second copy in the same memory and saves no transfer"
-        return Choice("expert_slots", _one_token_slots(frame), Origin.COMPUTED, reason)
-    if r.ranking is not None and fitting == frame.max_slots < len(frame.order.expert):
-        reason = f"all experts that cache.profile={r.ranking.file} ranks"
-        return Choice("expert_slots", fitting, Origin.COMPUTED, reason)
-    if fitting == frame.max_slots:
-        return Choice("expert_slots", fitting, Origin.COMPUTED, "all experts fit")
-    return Choice("expert_slots", fitting, Origin.COMPUTED, f"as many of {frame.max_slots:,} experts as fit")
 
 
 def _assemble(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> MemoryPlan:
@@ -419,7 +292,7 @@ def _assemble(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> Me
     choices: tuple[Choice, ...] = (frame.page_choice, context, chunk, slots)
     stage_bytes = frame.stage_bytes(context.value, chunk.value)
     if stage_bytes:
-        choices = (*choices, _stage_choice(frame, stage_bytes))
+        choices = (*choices, stage_choice(frame, stage_bytes))
     pieces = frame.pieces(context.value, chunk.value, slots.value)
     moves = frame.request.moving.on_device
     resolved = replace(
@@ -450,99 +323,13 @@ def _assemble(frame: Frame, context: Choice, chunk: Choice, slots: Choice) -> Me
         cell_bytes=frame.cell_bytes,
         ledger=ledger,
         choices=choices,
-        notes=_notes(frame, context, chunk, slots, pieces),
+        notes=plan_notes(frame, context, chunk, slots, pieces),
         segment_slots=pieces.segment_slots,
         bucket_segments=pieces.bucket_segments if pieces.segment_slots else (),
         kv_mapped_cells=pieces.mapped_cells if moves else None,
         prompt_base_bytes=pieces.base_bytes if moves else 0,
         stage_bytes=stage_bytes,
         staged_buckets=tuple(bucket for bucket in buckets if stage_bytes and frame.stage_need.stages(bucket)),
-    )
-
-
-def _stage_choice(frame: Frame, stage_bytes: int) -> Choice:
-    """Given, or a share of what is left."""
-    if frame.request.stage_bytes is not None:
-        return frame.request.choice("stage_bytes", stage_bytes)
-    left = f"weights, context and prompt buffers leave, for long chunks up to 1/{AUTO_MOST_SHARE}"
-    reason = f"1/{AUTO_SHARE} of what {left}, but no more than {NUM_BUFFERS} blocks miss or given slots leave"
-    return Choice("stage_bytes", stage_bytes, Origin.COMPUTED, reason)
-
-
-def _notes(frame: Frame, context: Choice, chunk: Choice, slots: Choice, pieces: Pieces) -> tuple[str, ...]:
-    notes = [f"{c.key}={c.value:,}: {c.reason}" for c in (context, chunk, slots) if c.origin is not Origin.GIVEN]
-    if frame.page_choice.origin is not Origin.GIVEN:
-        notes.append(f"page of {frame.page_bytes:,} bytes: {frame.page_choice.reason}")
-    else:
-        blobs = frame.sizes.blobs[: len(frame.pages)]
-        waste = 100 * layout.slot_waste_frac(blobs, frame.page_bytes)
-        notes.append(f"page of {frame.page_bytes:,} bytes, given: {waste:.2f} % of the slots is waste")
-    if chunk.value > frame.num_cells(context.value):
-        notes.append(
-            f"prefill.chunk={chunk.value:,} is more than the context of {context.value:,} cells: its buffers are never"
-            " filled"
-        )
-    padded = layout.padded_chunk(chunk.value)
-    if padded != chunk.value:
-        notes.append(f"chunks of {chunk.value:,} tokens run in a program of {padded:,} rows")
-    if frame.num_cells(context.value) != context.value:
-        cells = frame.num_cells(context.value)
-        notes.append(f"the context is rounded up to {cells:,} cells, whole blocks of {frame.block_cells}")
-    notes += _stage_notes(frame, context.value, chunk.value)
-    if pieces.lent_slots:
-        lent = f"{pieces.lent_slots:,} of {slots.value:,} slots ({pieces.lent_bytes / MIB:,.1f} MiB)"
-        notes.append(f"a chunk of {chunk.value:,} tokens borrows {lent} in {pieces.bucket_segments[-1]} segments")
-    elif frame.request.moving.lend:
-        notes.append("spare device memory pays for the prompt buffers: nothing is lent")
-    if frame.request.moving.elastic_bytes:
-        notes.append(_elastic_note(pieces))
-    wanted = frame.first_cells(context.value)
-    if frame.request.moving.grow_init_cells is not None and pieces.mapped_cells > wanted:
-        notes.append(
-            f"{pieces.mapped_cells:,} K/V cells are mapped at the start instead of {wanted:,}: the slots above the"
-            f" floor of {frame.request.moving.floor_slots:,} cannot pay for more"
-        )
-    window = window_note(frame, context.value, pieces.mapped_cells)
-    notes += [window] if window is not None else []
-    ranking = frame.request.ranking
-    if ranking is not None:
-        ranked = f"{frame.max_slots:,} of {len(frame.order.expert):,} experts ranked"
-        text = f"slots follow cache.profile={ranking.file}: {ranked}, digest {ranking.digest[:12]}"
-        if frame.with_draft and not ranking.with_draft:
-            text += "; it leaves out the draft block, whose experts get as many slots as a layer has on average"
-        notes.append(text)
-    if frame.request.spec_window > 1 and not frame.with_draft:
-        notes.append("the model has no draft block: it decodes token by token")
-    if frame.sizes.table_bytes:
-        notes.append(
-            f"the n-gram table ({frame.sizes.table_bytes / MIB:,.1f} MiB) stays in the memory-mapped file;"
-            f" a token reads {frame.sizes.table_row_bytes:,} bytes of it"
-        )
-    return tuple(notes)
-
-
-def _stage_notes(frame: Frame, context_cells: int, chunk_tokens: int) -> list[str]:
-    need, stage_bytes = frame.stage_need, frame.stage_bytes(context_cells, chunk_tokens)
-    least = -(-MIN_MEAN_ROWS // need.mean_rows)
-    if frame.request.stage_bytes and not stage_bytes:
-        given = setting_text("stage_bytes", frame.request.stage_bytes)
-        return [f"{given} has no use: chunks of {chunk_tokens:,} tokens need too few experts, {least:,.0f} do not"]
-    if not stage_bytes:
-        return []
-    each = stage_bytes // NUM_BUFFERS
-    experts = expert_lines(each) // expert_lines(need.expert_bytes)
-    return [
-        f"missing experts are copied ahead of chunks of {least:,.0f} tokens or more through {NUM_BUFFERS} buffers of"
-        f" {each / MIB:,.1f} MiB, {experts:,} experts each"
-    ]
-
-
-def _elastic_note(pieces: Pieces) -> str:
-    if pieces.givable_bytes:
-        return f"{pieces.givable_bytes / MIB:,.1f} MiB of the expert cache can be given back, in segments"
-    return (
-        "no part of the expert cache can be given back: its segments have no more than the loan. Set another"
-        " policy.vram_elastic.segment_mib, more cache.slots or a smaller prefill.chunk"
     )
 
 

@@ -18,7 +18,8 @@ from strata_jax.geometry import Geometry
 from strata_jax.kv_types import KV_TYPES
 from strata_jax.memory.candidate import Frame, make_frame
 from strata_jax.memory.ledger import MIB, PHASES, Entry, Memory, Origin, Owner, Phase, phase_totals
-from strata_jax.memory.plan import MemoryPlan, auto_chunks, plan, try_plan
+from strata_jax.memory.plan import MemoryPlan, plan, try_plan
+from strata_jax.memory.plan_choices import auto_chunks
 from strata_jax.memory.request import Choice, PlanRequest
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.memory.unfit import Unfit
