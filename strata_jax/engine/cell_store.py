@@ -39,7 +39,7 @@ def spill_pages(programs: Programs, store: jax.Array, arena: jax.Array, pages: R
         args = (store, arena, some, into, np.int32(count))
         f = partial(_copy_rows, memory=_space(store))
         key = ("spill", store.shape, arena.shape[0], len(some))
-        store = programs.call(key, f, args, donate=(0,), out_shardings=store.sharding)
+        store = programs.call(key, f, args, ("target",), out_shardings=store.sharding)
         yield store
 
 
@@ -48,7 +48,7 @@ def fetch_pages(programs: Programs, store: jax.Array, arena: jax.Array, pages: R
     for count, some, into in _blocks(rows, pages):
         args = (arena, store, some, into, np.int32(count))
         f = partial(_copy_rows, memory=jax.memory.Space.Device)
-        arena = programs.call(("fetch", store.shape, arena.shape[0], len(some)), f, args, donate=(0,))
+        arena = programs.call(("fetch", store.shape, arena.shape[0], len(some)), f, args, ("target",))
         yield arena
 
 

@@ -7,6 +7,7 @@ depth costs no compile time); a decode round is a few programs per window size.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import warnings
@@ -89,18 +90,20 @@ class Programs:
 
     def ple_chunk(self, *args: Any) -> tuple[jax.Array, jax.Array]:
         """(streams, rows, weights, history, count) -> streams, history."""
-        return self.call(("ple", args[0].shape[0]), partial(_ple_chunk, g=self.spec.geometry), args, donate=(0, 3))
+        return self.call(
+            ("ple", args[0].shape[0]), partial(_ple_chunk, g=self.spec.geometry), args, ("streams", "history")
+        )
 
     def gdn_chunk(self, kind: int, *args: Any) -> tuple[jax.Array, SequenceState, ExpertCounts]:
         """(weights, bank, arena, segments, tables, layer, streams, state, start, count) -> streams, state, counts."""
         key = _key("gdn", kind, args[6].shape[0], segments=args[3])
-        return self.call(key, partial(_gdn_chunk, spec=self.spec), args, donate=(6, 7))
+        return self.call(key, partial(_gdn_chunk, spec=self.spec), args, ("streams", "state"))
 
     def attention_chunk(self, kind: int, *args: Any) -> tuple[jax.Array, jax.Array, SequenceState, ExpertCounts]:
         """(weights, bank, arena, segments, tables, layer, row, streams, state, start, count) ->
         streams, arena, state, counts."""
         key = _key("attention", kind, args[7].shape[0], segments=args[3])
-        return self.call(key, partial(_attention_chunk, spec=self.spec), args, donate=(2, 7, 8))
+        return self.call(key, partial(_attention_chunk, spec=self.spec), args, ("arena", "streams", "state"))
 
     def start_experts(
         self, layout: ExpertLayout, arena: jax.Array, segments: Segments, asked: OpenExperts
@@ -114,12 +117,12 @@ class Programs:
     ) -> tuple[ExpertRows, jax.Array]:
         """Compute the experts of a group: the rows, and i32[], how many that are asked for are still left."""
         key = ("experts of a group", *self._experts_key(layout, asked), words.shape)
-        return self.call(key, partial(_add_experts, layout=layout), (rows, asked, words, lines), donate=(0,))
+        return self.call(key, partial(_add_experts, layout=layout), (rows, asked, words, lines), ("rows",))
 
     def close_block(self, opened: OpenBlock, rows: ExpertRows) -> tuple[jax.Array, jax.Array]:
         """The streams f32[T, C, E] after a block of a chunk, and i32[], experts that it asked for and did not get."""
         args = (opened.streams, opened.inject, opened.experts, rows)
-        return self.call(("experts summed", *rows.h.shape, opened.streams.shape[0]), _close_block, args, donate=(0,))
+        return self.call(("experts summed", *rows.h.shape, opened.streams.shape[0]), _close_block, args, ("streams",))
 
     def _experts_key(self, layout: ExpertLayout, asked: OpenExperts) -> tuple[int, int]:
         """Tokens, and the number of the layout."""
@@ -131,7 +134,7 @@ class Programs:
         """(weights, bank, tables, arena, segments, index, tokens, streams, hidden, start, count) ->
         the MTP block's streams, arena, index state, hidden row of the last token, counts."""
         key = _key("draft", args[6].shape[0], segments=args[4])
-        return self.call(key, partial(_draft_chunk, spec=self.spec), args, donate=(3, 5, 8))
+        return self.call(key, partial(_draft_chunk, spec=self.spec), args, ("arena", "index", "hidden"))
 
     def chunk_counts(self, counts: list[ExpertCounts], lost: list[jax.Array]) -> jax.Array:
         """The counts of a chunk's blocks in one array i32[blocks, 3 + X]: look-ups, hits, experts that no block got
@@ -161,7 +164,8 @@ class Programs:
         """`first_drafts`; the values of replacement are the last argument."""
         f = partial(first_drafts, num_drafts=num_drafts, spec=self.spec)
         key = _key("first_window", num_drafts, segments=args[4])
-        return self.call(key, f, args, donate=_used_up(args))
+        donate = ("arena", "state") if args[-1] is None else ("arena", "segments", "state", "values")
+        return self.call(key, f, args, donate)
 
     def round_part(self, first: int, *args: Any) -> tuple[jax.Array, jax.Array, BlocksRead, Keys, Kept | None]:
         """`decode.round_part`; what replacement starts from is the last argument, which holds the segments later on."""
@@ -169,7 +173,7 @@ class Programs:
         before = args[-1]
         segments = before.segments if isinstance(before, Kept) else args[5]
         part = ("decode", num_window_rows(args[9]), first, len(args[1]))
-        donate = (4, 7) if before is None else (4, 5, 7, 12)
+        donate = ("arena", "keys") if before is None else ("arena", "segments", "keys", "before")
         return self._in_place(part, _key(*part, segments=segments), f, args, donate, lambda out: (out[0], out[2]))
 
     def round_end(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round, Kept | None]:
@@ -179,7 +183,8 @@ class Programs:
         segments = args[4] if kept is None else kept.segments
         sizes = tuple(len(part.after) for part in args[8])
         part = ("decode end", num_window_rows(args[7]), num_drafts, sizes)
-        key, donate = _key(*part, _choice(args[9]), segments=segments), (3, 5) if kept is None else (3, 5, 10)
+        key = _key(*part, _choice(args[9]), segments=segments)
+        donate = ("arena", "state") if kept is None else ("arena", "state", "kept")
         return self._in_place(part, key, f, args, donate, lambda out: out[2])
 
     def _in_place(
@@ -188,7 +193,7 @@ class Programs:
         key: Hashable,
         f: Callable,
         args: tuple,
-        donate: tuple[int, ...],
+        donate: tuple[str, ...],
         fresh: Callable[[Any], Any],
     ) -> Any:
         """`call`, of which what is new (``fresh`` of the results) is written over that of this part's round before.
@@ -201,7 +206,8 @@ class Programs:
         places = None if self._compiler else self.places.pop(part, None)
         if places is None:
             places = self.call(("places", *part), partial(_empty, f, args, fresh), ())
-        out = self.call(key, partial(_into, f), (places, *args), donate=(0, *(idx + 1 for idx in donate)))
+        numbers = () if key in self.compiled else (0, *(idx + 1 for idx in argument_numbers(f, donate)))
+        out = self._call(key, partial(_into, f), (places, *args), numbers)
         if self._compiler is None:
             self.places[part] = fresh(out)
         return out
@@ -220,22 +226,24 @@ class Programs:
         padded = np.zeros((2, num_experts), np.int32)
         padded[:, : len(experts)] = experts, pages
         key = ("fill", array.shape[0], bank.blobs.shape[1], num_experts)
-        return self.call(key, _fill, (array, bank.bare(), *padded, np.int32(len(experts))), donate=(0,))
+        return self.call(key, _fill, (array, bank.bare(), *padded, np.int32(len(experts))), ("array",))
 
     def copy_run(self, array: jax.Array, page: int, source: jax.Array, first: int, num_pages: int) -> jax.Array:
         """Copy a run of pages of an array, which may be the same, to ``page`` of this one, in place."""
         args: tuple = (array, np.int32(page), np.int32(first))
         if source is array:
-            return self.call(("move", num_pages, array.shape[0]), partial(_move_run, num_pages=num_pages), args, (0,))
+            return self.call(
+                ("move", num_pages, array.shape[0]), partial(_move_run, num_pages=num_pages), args, ("array",)
+            )
         key = ("copy", num_pages, array.shape[0], source.shape[0])
-        return self.call(key, partial(_copy_run, num_pages=num_pages), (*args, source), donate=(0,))
+        return self.call(key, partial(_copy_run, num_pages=num_pages), (*args, source), ("array",))
 
     def move_pages(self, array: jax.Array, sources: np.ndarray, targets: np.ndarray) -> jax.Array:
         """Copy pages i32[n] to other pages i32[n] of the same array, in place; targets past its end are dropped.
 
         No target is a source."""
         key = ("pages", len(sources), array.shape[0])
-        return self.call(key, _move_pages, (array, sources, targets), donate=(0,))
+        return self.call(key, _move_pages, (array, sources, targets), ("array",))
 
     def second(self, x: jax.Array) -> jax.Array:
         """A second buffer with the same values: one array cannot be donated twice in a call."""
@@ -259,10 +267,23 @@ class Programs:
                 pool.shutdown(cancel_futures=True)
 
     def call(
-        self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...] = (),
+        self, key: Hashable, f: Callable, args: tuple, donate: tuple[str, ...] = (),
         out_shardings: jax.sharding.Sharding | None = None,
     ) -> Any:  # fmt: skip
-        """Run the program of a key, compiled from ``f`` at its first call; arrays of ``donate`` are used up."""
+        """Run the program of a key, compiled from ``f`` at its first call.
+
+        donate: the parameters of ``f`` whose arrays are used up.
+
+        Raises:
+            ValueError: ``f`` has no such parameter.
+        """
+        numbers = () if key in self.compiled else argument_numbers(f, donate)
+        return self._call(key, f, args, numbers, out_shardings)
+
+    def _call(
+        self, key: Hashable, f: Callable, args: tuple, donate: tuple[int, ...],
+        out_shardings: jax.sharding.Sharding | None = None,
+    ) -> Any:  # fmt: skip
         program, compiler = self.compiled.get(key), self._compiler
         if program is None and (compiler is None or key not in compiler.started):
             started = time.perf_counter()
@@ -324,9 +345,12 @@ def _choice(how: SamplingArrays) -> str:
     return "greedy" if how.greedy else "sampled"
 
 
-def _used_up(args: tuple) -> tuple[int, ...]:
-    """The arguments that a round takes over: arena and state; with values of replacement also segments and these."""
-    return (3, 5) if args[-1] is None else (3, 4, 5, len(args) - 1)
+def argument_numbers(f: Callable, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the positions of parameters. Raises ValueError for one that ``f`` does not have."""
+    if not names:
+        return ()
+    parameters = list(inspect.signature(f).parameters)
+    return tuple(parameters.index(name) for name in names)
 
 
 def _key(*parts: Hashable, segments: Segments) -> tuple[Hashable, ...]:

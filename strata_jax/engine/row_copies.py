@@ -47,7 +47,7 @@ def write_rows(programs: Programs, array: jax.Array, rows: np.ndarray, values: n
         part = np.zeros((len(idx), *array.shape[1:]), array.dtype)
         part[:count] = values[first : first + count]
         key = ("rows in", array.shape, str(array.dtype), len(idx))
-        array = programs.call(key, _scatter, (array, idx, part), donate=(0,))
+        array = programs.call(key, _scatter, (array, idx, part), ("array",))
         jax.block_until_ready(array)  # blocks of their own for all that wait would have no end
         yield array
 

@@ -40,7 +40,7 @@ def new_function() -> partial[Any]:
 
 
 def call(programs: Programs, f: partial[Any], x: Any) -> Any:
-    return programs.call(("scaled",), f, (x,), donate=(0,))
+    return programs.call(("scaled",), f, (x,), ("x",))
 
 
 def test_a_later_program_of_the_same_making_is_not_traced(tmp_path: Path) -> None:

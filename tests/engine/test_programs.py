@@ -69,3 +69,15 @@ def test_a_compilation_that_fails_is_reported_and_leaves_nothing_behind() -> Non
         compile_both()
     assert not programs.compiled
     assert programs.call(("good",), jnp.negative, (jnp.ones(3),)).tolist() == [-1, -1, -1]
+
+
+def test_arrays_that_are_used_up_are_named() -> None:
+    programs, x, y = new_programs(), jnp.ones(3), jnp.ones(3)
+
+    def total(a: jax.Array, b: jax.Array) -> jax.Array:
+        return a + b
+
+    assert programs.call(("total",), total, (x, y), ("b",)).tolist() == [2, 2, 2]
+    assert (x.is_deleted(), y.is_deleted()) == (False, True)
+    with pytest.raises(ValueError, match="'c' is not in list"):
+        programs.call(("other",), total, (x, x), ("c",))
