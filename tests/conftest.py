@@ -25,7 +25,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 # Compiling is most of what the tests take, and what they look at is not the speed of small models: LLVM optimises
 # nothing, and the slower of two ways to generate code is left out (from jaxlib 0.11 on there is one, and no flag).
 # Unoptimised, a multiplication and an addition become one instruction in one program and two in another, whose bits
-# then differ: code is for processors without that instruction, where the machine is of their kind.
+# then differ: code is for processors without that instruction, where the machine is of their kind. Flags that are given
+# in XLA_FLAGS stay as they are.
 if platform.machine() in ("x86_64", "AMD64"):
     QUICK_FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     QUICK_FLAGS.append("--xla_cpu_max_isa=AVX")
@@ -33,7 +34,9 @@ else:
     QUICK_FLAGS = ["--xla_backend_optimization_level=1"]
 if tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 11):
     QUICK_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([with_free_early(os.environ.get("XLA_FLAGS", "")), *QUICK_FLAGS]).strip()
+given = os.environ.get("XLA_FLAGS", "")
+quick = [flag for flag in QUICK_FLAGS if flag.split("=")[0] not in given]
+os.environ["XLA_FLAGS"] = " ".join([with_free_early(given), *quick]).strip()
 MARKERS = ("cpu", "gpu")
 
 # The same examples in every run; `pytest --hypothesis-profile=explore` looks for new ones.

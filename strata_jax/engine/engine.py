@@ -87,7 +87,7 @@ class Engine:
         loans: Collection[tuple[int, int]] | None = None,
         min_p: float = 0.0,
         sampling: Sampling | None = None,
-        program_store: ProgramStore | None = None,
+        program_store: ProgramStore | Unstored | None = None,
     ) -> Engine:
         """Read the model as planned: dense weights, bank, arena, resident experts.
 
@@ -119,7 +119,7 @@ class Engine:
         loans: Collection[tuple[int, int]] | None = None,
         min_p: float = 0.0,
         sampling: Sampling | None = None,
-        program_store: ProgramStore | None = None,
+        program_store: ProgramStore | Unstored | None = None,
     ) -> Engine:
         """As `load`, for weights and banks that were read for a plan of the same blocks, page and kernels."""
         sharding = bank_sharding()

@@ -3,7 +3,7 @@
 JAX's own cache saves XLA's work only: to ask it, a program has to be traced and lowered, which takes longer than
 compiling where kernels are many. Here a program is found by the digest of what it is made from: this package's source,
 the function, its static values, the shapes of its arguments. After a change of the source, one that is lowered to the
-same text is still found by that. Programs of other devices, drivers, versions of JAX or flags of XLA lie in other
+same text is still found by that. Programs of other devices, versions of JAX and CUDA or flags of XLA lie in other
 folders. Files are pickles, as JAX's are executables: they belong in a folder that nobody else can write to.
 """
 
@@ -16,6 +16,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -24,19 +25,20 @@ from typing import Any
 
 import jax
 import jaxlib
+import numpy as np
 from jax.experimental import serialize_executable
 
 from strata_jax.hardware import cpu_model
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 4 * 2**30  # of the programs of one device; those not used for longest are removed
+MOST_BYTES = 4 * 2**30  # of the programs of one device and version of JAX; those not used for longest are removed
 NOT_KEPT = "@mosaic_gpu"  # kernels whose host code looks for symbols that only tracing them loads (jax 0.11.2)
 _HIT = "/jax/compilation_cache/cache_hits"
-# settings of JAX that change what is traced
+# settings of JAX that change what is traced or compiled
 _SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl",
-    "jax_threefry_partitionable", "jax_debug_nans",
+    "jax_threefry_partitionable", "jax_debug_nans", "jax_disable_most_optimizations", "jax_optimization_level",
 )  # fmt: skip
 
 
@@ -63,31 +65,39 @@ class Unstored:
 
 @dataclass(frozen=True)
 class ProgramStore:
-    """A folder of programs for one device: executables by their text, and which of them a name stands for."""
+    """A folder of programs for one device: executables by their text, and which of them a name stands for.
+
+    What cannot be named, written or read is compiled, with a line in the log.
+    """
 
     folder: Path
 
     @classmethod
-    def under(cls, root: Path) -> ProgramStore:
-        """Open the folder for this device. Raises OSError where it cannot be made."""
-        folder = root / _digest(_surroundings())
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        left = MOST_BYTES
-        for path in sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime):
-            left -= path.stat().st_size
-            if left < 0:
-                path.unlink(missing_ok=True)
+    def under(cls, root: Path) -> ProgramStore | Unstored:
+        """Open the folder for this device, or none where it cannot be used."""
+        try:
+            folder = root / _digest(_surroundings())
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_room(folder)
+        except OSError as error:
+            log.warning("compiled programs are not kept: %s", error)
+            return Unstored()
         return cls(folder)
 
     def name(self, f: Callable, args: tuple, donate: tuple[int, ...], out_shardings: Any) -> str:
         """Return the digest of what a program is made from: ``f`` and its arguments without the values of arrays."""
-        return _digest((_source(), _described(f), _described(args), donate, _described(out_shardings)))
+        try:
+            what = _described(f), _described(args), donate, _memory_kind(out_shardings)
+            return _digest((SOURCE, _settings(), what))
+        except Exception as error:  # whatever pickling stops at
+            log.warning("a program has no name and is not kept: %s", error)
+            return ""
 
     def find(self, name: str, args: tuple) -> StoredProgram | None:
         """Return the program of a name; None: it is not there, or cannot be read."""
         try:
-            text, shapes = pickle.loads((self.folder / name).read_bytes())
-            if not (self.folder / text).exists():
+            text, shapes = pickle.loads((self.folder / name).read_bytes()) if name else ("", None)
+            if not text or not (self.folder / text).exists():
                 return None
             os.utime(self.folder / name)
         except FileNotFoundError:
@@ -101,16 +111,20 @@ class ProgramStore:
         """Return a lowered program, compiled unless one of the same text is there; the name stands for it from now."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
         code = lowered.as_text()
-        text = _digest(code)
+        text = _digest((_settings(), code))
         program = self._load(text, args, shapes) if (self.folder / text).exists() else None
         if program is None:
             found_by_jax = _watch_hits()
             found_by_jax.here = False
             program = lowered.compile()
             # what JAX has read from its cache lacks what a file needs, on a CPU
-            if found_by_jax.here or NOT_KEPT in code:
+            if not name or found_by_jax.here or NOT_KEPT in code:
                 return program
-            executable, _, _ = serialize_executable.serialize(program)
+            try:
+                executable, _, _ = serialize_executable.serialize(program)
+            except Exception as error:  # whatever XLA stops at
+                log.warning("a compiled program is not kept: %s", error)
+                return program
             self._write(text, executable)
         self._write(name, pickle.dumps((text, shapes)))
         return program
@@ -119,12 +133,15 @@ class ProgramStore:
         """The program of a text; None: it cannot be read."""
         path = self.folder / text
         try:
-            os.utime(path)
+            content = path.read_bytes()
+            with suppress(OSError):
+                os.utime(path)
             trees = jax.tree.structure((args, {})), jax.tree.structure(shapes)
-            return serialize_executable.deserialize_and_load(path.read_bytes(), *trees)
+            return serialize_executable.deserialize_and_load(content, *trees, execution_devices=jax.devices()[:1])
         except Exception as error:  # whatever XLA stops at
             log.warning("a stored program is compiled again: %s: %s", path, error)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             return None
 
     def _write(self, name: str, content: bytes) -> None:
@@ -135,7 +152,21 @@ class ProgramStore:
             unfinished.replace(self.folder / name)
         except OSError as error:
             log.warning("a compiled program is not kept: %s", error)
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+
+
+def _make_room(folder: Path) -> None:
+    """Remove the files not used for longest, as far as a folder has more than `MOST_BYTES`."""
+    found = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # of another process
+            found.append((path.stat().st_mtime, path.stat().st_size, path))
+    left = MOST_BYTES
+    for _, size, path in sorted(found, reverse=True):
+        left -= size
+        if left < 0:
+            path.unlink(missing_ok=True)
 
 
 def _digest(value: Any) -> str:
@@ -155,26 +186,44 @@ def _watch_hits() -> threading.local:
 
 
 def _described(x: Any) -> Any:
-    """Everything about a value that a program depends on, to be pickled: arrays by their shapes, functions by name."""
+    """Everything about a value that a program depends on, to be pickled: arrays by their shapes, functions by name.
+
+    Raises TypeError for what can be called and is no function, such as a method.
+    """
     if isinstance(x, partial):
-        return "partial", _described(x.func), _described(x.args), _described(x.keywords)
+        return "partial", _described(x.func), _described(x.args), {name: _fixed(v) for name, v in x.keywords.items()}
     if callable(x):
         inner = getattr(x, "__wrapped__", x)
         if isinstance(inner, partial):
             return _described(inner)
         if not isinstance(inner, FunctionType):
             raise TypeError(f"a program is made from functions and their partial applications, not from {inner}")
-        seen = [cell.cell_contents for cell in inner.__closure__ or ()], inner.__defaults__, inner.__kwdefaults__
-        return inner.__module__, inner.__qualname__, inner.__code__.co_firstlineno, _described(seen)
+        code, cells = inner.__code__, [cell.cell_contents for cell in inner.__closure__ or ()]
+        fixed = _fixed(cells), _fixed(inner.__defaults__), _fixed(inner.__kwdefaults__)
+        return inner.__module__, inner.__qualname__, code.co_firstlineno, code.co_code, fixed
     leaves, tree = jax.tree.flatten(x, is_leaf=callable)
     return tree, [_described(leaf) if callable(leaf) else _leaf(leaf) for leaf in leaves]
+
+
+def _fixed(x: Any) -> Any:
+    """As `_described`, arrays by their values: what a program has inside."""
+    leaves, tree = jax.tree.flatten(x, is_leaf=callable)
+    return tree, [
+        _described(leaf) if callable(leaf) else np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+        for leaf in leaves
+    ]
 
 
 def _leaf(x: Any) -> Any:
     if not hasattr(x, "shape"):
         return x
-    kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
-    return x.shape, str(x.dtype), getattr(x, "weak_type", False), "" if kind in (None, _default_kind()) else kind
+    return x.shape, str(x.dtype), getattr(x, "weak_type", False), _memory_kind(getattr(x, "sharding", None))
+
+
+def _memory_kind(sharding: Any) -> str:
+    """Where an array lies, "" for the device's own memory: there is one device."""
+    kind = None if sharding is None else sharding.memory_kind
+    return "" if kind in (None, _default_kind()) else str(kind)
 
 
 @cache
@@ -182,11 +231,16 @@ def _default_kind() -> str:
     return str(jax.devices()[0].default_memory().kind)
 
 
-@cache
-def _source() -> str:
-    """The digest of this package."""
+def _read_source() -> str:
     package = Path(__file__).resolve().parents[1]
     return _digest([(str(path.relative_to(package)), path.read_bytes()) for path in sorted(package.rglob("*.py"))])
+
+
+SOURCE = _read_source()  # now: what is traced later was imported about now, whatever the files become
+
+
+def _settings() -> list[tuple[str, str]]:
+    return [(name, str(getattr(jax.config, name, None))) for name in _SETTINGS]
 
 
 def _surroundings() -> list[Any]:
@@ -195,5 +249,4 @@ def _surroundings() -> list[Any]:
     return [
         jax.__version__, jaxlib.__version__, device.client.platform, device.client.platform_version,
         device.device_kind, len(jax.devices()), cpu_model(), os.environ.get("XLA_FLAGS", ""),
-        [(name, str(getattr(jax.config, name))) for name in _SETTINGS],
     ]  # fmt: skip

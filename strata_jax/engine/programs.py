@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -54,6 +55,8 @@ from strata_jax.sampling import Sampling
 
 Watch = Callable[[str], AbstractContextManager[None]]
 
+FROM_DISK = "(from disk)"  # after the name of a program that is read
+_LOWERING = threading.Lock()  # filters of warnings belong to the process
 _MAX_COMPILERS = 16  # threads; XLA takes some hundred MB in each
 
 
@@ -62,8 +65,9 @@ class Programs:
     """Compiles on demand.
 
     Attributes:
-        watch: a context that each compilation runs in, made from the program's name; several may run at a time.
-        compile_s: seconds spent compiling so far.
+        watch: a context that each compilation runs in, and each program is read in, made from its name; several may run
+            at a time.
+        compile_s: seconds spent compiling and reading programs so far.
         sampling: by which the rounds that are compiled beforehand choose tokens.
         store: where programs are kept for later processes.
         layouts: of banks, by the numbers that keys have for them.
@@ -292,7 +296,10 @@ class Programs:
             stored = self.store.find(name, args)
 
             def make() -> Any:
-                program = None if stored is None else stored.load()
+                program = None
+                if stored is not None:
+                    with self.watch(f"{_name(key)} {FROM_DISK}"):
+                        program = stored.load()
                 return self._compile(key, lower, name, args) if program is None else program
 
             if compiler is None:
@@ -311,14 +318,17 @@ class Programs:
     def _lower(
         self, f: Callable, args: tuple, donate: tuple[int, ...], out_shardings: jax.sharding.Sharding | None
     ) -> Any:
-        with warnings.catch_warnings():
+        with _LOWERING, warnings.catch_warnings():
             # a donation that cannot be used means a second copy of the state
             # the backend that the kernels are written for; docs/engine.md says what follows it
             warnings.filterwarnings("ignore", message=".*Pallas Triton backend is deprecated.*")
             warnings.filterwarnings("error", message=".*donated buffers were not usable.*")
             # what is taken over but not read keeps its place in memory all the same: what a GPU has recorded of a round
-            # has the addresses of that round
-            jitted = jax.jit(f, donate_argnums=donate, keep_unused=bool(donate), out_shardings=out_shardings)
+            # has the addresses of that round. And a text says what all arguments are (`program_store.py`)
+            # a function of its own: JAX keeps what it has compiled of one, which may have come from its cache on disk
+            # and then cannot be stored (`program_store.py`)
+            own = partial(f)
+            jitted = jax.jit(own, donate_argnums=donate, keep_unused=True, out_shardings=out_shardings)
             return jitted.lower(*args)
 
     def _compile(self, key: Hashable, lower: Callable[[], Any], name: str, args: tuple) -> Any:

@@ -4,8 +4,8 @@ Parts of a block run one after the other and share memory, so a phase is charged
 those of its largest part. The terms follow the reference engine (``engine/``); XLA may fuse some away. Letters: T rows
 of the program, C streams, E width, B index blocks, K experts per token, F expert width, V vocabulary.
 With kernels the largest part of a chunk is the draft block (`draft inputs`): with its streams beside the trunk's XLA
-counts 124.0 MB at T 512, 429.3 at 2,048 and 1,551.6 at 8,192 (one H200, jax 0.11.2, compiled without it), where its
-terms and the input and output that live throughout give 170.5, 485.0 and 1,743.3.
+counts 141.4 MB at T 512, 473.5 at 2,048 and 1,837.2 at 8,192 (an H200, jax 0.11.2, 30,656 cells), where its terms and
+the input and output that live throughout give 180.9, 526.9 and 1,911.0.
 Measured 2026-11 with XLA on a CPU, 512 rows of the real widths in F32, 65,536 cells: GDN 88 MiB (here 88), attention
 187 (here 271: keys and values are gathered one after the other there), experts 69 (here 87).
 """
@@ -126,7 +126,8 @@ def prompt_parts(
     if in_chunks:
         parts["product"], tile = product, product[:1]  # the rounded input is gone when a block needs most
     if g.recurrent_layers:
-        parts["GDN"] = _gdn_kernel_terms(sizes, rows) if in_chunks else (*_gdn_terms(sizes, rows), *product)
+        gdn = _gdn_kernel_terms(sizes, rows, product[0]) if in_chunks else (*_gdn_terms(sizes, rows), *product)
+        parts["GDN"] = gdn
     ratios = {g.compress_ratio[i] for i in sizes.attention_layers(with_draft)}
     for ratio in sorted(ratios):
         name = f"sparse attention {ratio}" if ratio else "dense attention"
@@ -208,7 +209,7 @@ def _gdn_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
     return (Term("projections and outputs", rows * per_token * F32_BYTES, rule),)
 
 
-def _gdn_kernel_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
+def _gdn_kernel_terms(sizes: ModelSizes, rows: int, tile: Term) -> tuple[Term, ...]:
     """Temporaries of a GDN block of a chunk by kernels, mixers and products included.
 
     XLA's own count on an H200 with jax 0.11.2, inputs and outputs of mixers included: T 512: 101.7 MB (here 134.2),
@@ -217,10 +218,12 @@ def _gdn_kernel_terms(sizes: ModelSizes, rows: int) -> tuple[Term, ...]:
     g = sizes.geometry
     channels, values = gdn_channels(g), g.gdn_value_heads * g.gdn_head_dim
     rule = f"T {rows} x (2 x {channels:,} channels + 1.5 x {values:,} values) x 4 B"
-    weights = sizes.plane_tile_weights
+    planes = Term(
+        "decoded matrix", sizes.plane_tile_weights * BF16_BYTES, f"{sizes.plane_tile_weights:,} weights x 2 B"
+    )
     return (
         Term("projections and outputs", rows * (4 * channels + 3 * values) // 2 * F32_BYTES, rule),
-        Term("decoded matrix", weights * BF16_BYTES, f"{weights:,} weights x 2 B"),
+        max(planes, tile, key=lambda term: term.num_bytes),
     )
 
 
@@ -257,9 +260,9 @@ def _attention_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> 
 def _attention_kernel_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: int) -> tuple[Term, ...]:
     """Temporaries of `engine/attention_kernels.py`: scores are gone before there is output, and nothing is decoded.
 
-    XLA's own count on an H200, mixers and a decoded matrix included, at 30,656 cells: T 512: 86.4 MB (here 136.8),
-    2,048: 285.1 (342.3), 8,192: 1,060.8 (1,180.7); at 131,072 cells, compiled without the device, T 2,048: 504.6
-    (549.9).
+    XLA's own count on an H200, mixers and a decoded matrix included, at 30,656 cells: T 512: 86.4 MB (here 137.2),
+    2,048: 285.1 (352.2), 8,192: 1,060.8 (1,212.1); at 131,072 cells, compiled without the device, T 2,048: 504.6
+    (583.6). Between these, a block of cells takes a token 4.3 B, in the draft block 4.5.
     """
     g = sizes.geometry
     query, kv, index = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim, g.index_heads * g.index_dim
@@ -271,8 +274,8 @@ def _attention_kernel_terms(sizes: ModelSizes, rows: int, cells: Cells, ratio: i
     return (
         Term("projections and queries", rows * per_token * F32_BYTES,
              f"T {rows} x (3 x {query:,} query + 2 x {kv:,} K/V + 2 x {index + g.index_dim:,} index values) x 4 B"),
-        Term("index scores, then output", rows * (max(num_blocks, output) + kept) * F32_BYTES,
-             f"T {rows} x (the larger of B {num_blocks:,} and {1 + pieces} x {query:,}, + {kept} blocks) x 4 B"),
+        Term("index scores, then output", rows * (max(num_blocks * 9 // 8, output) + kept) * F32_BYTES,
+             f"T {rows} x (the larger of 9/8 x B {num_blocks:,} and {1 + pieces} x {query:,}, + {kept} blocks) x 4 B"),
     )  # fmt: skip
 
 

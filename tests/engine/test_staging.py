@@ -127,8 +127,9 @@ def test_a_prompt_gives_the_same_bits_whatever_is_staged(engine: Engine, monkeyp
     assert not stagers
     np.testing.assert_allclose(staged, alone, atol=2e-5)  # other programs
     monkeypatch.undo()
+    monkeypatch.setattr(sizes, "IN_PLACE_BYTES", 0)
     wrong, _ = read(engine, monkeypatch, Nothing())
-    assert not np.array_equal(wrong, alone)  # the copies are what is read
+    assert np.abs(wrong - alone).max() > 2e-3  # the copies are what is read
 
 
 def test_a_block_that_misses_little_reads_it_where_it_lies_and_waits_for_nothing(

@@ -22,7 +22,7 @@ def test_kernels_price_scores_once_and_nothing_decoded() -> None:
     chunk, window = priced(2048, cells), priced(4, cells)
     projections = 3 * 6144 + 2 * 512 + 2 * 512 + 2 * 128
     assert chunk["projections and queries"] == 2048 * projections * 4
-    assert chunk["index scores, then output"] == 2048 * (32_769 + 512) * 4
+    assert chunk["index scores, then output"] == 2048 * (32_769 * 9 // 8 + 512) * 4
     assert window["index scores, then output"] == 4 * (34 * 6144 + 512) * 4  # 33 pieces of 64 cells and their sum
     assert "K/V gathered and scored" not in chunk
     for other in (replace(cells, expert_kernels=False), replace(cells, kv_type="q4_0")):

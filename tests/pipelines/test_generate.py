@@ -99,7 +99,9 @@ def test_run_without_arguments_plans_streams_and_leaves_a_whole_record(
     assert sum(loaded.values()) == pytest.approx(planned, rel=0.05)
     compiled = run.lines("events.jsonl", "compile")
     assert len(compiled) == summary["num_compilations"]
-    assert sum(line["ms"] for line in compiled) == pytest.approx(1000 * summary["compile_s"], rel=0.01)
+    # naming a program and looking for it takes a few milliseconds more
+    ms = sum(line["ms"] for line in compiled)
+    assert ms == pytest.approx(1000 * summary["compile_s"], rel=0.01, abs=5 * len(compiled))
     environment = json.loads((run.directory / "environment.json").read_text(encoding="utf-8"))
     assert "jax" in json.dumps(environment)
     assert (run.directory / "run.log").exists()
