@@ -46,12 +46,12 @@ def test_a_round_takes_two_arrays_of_the_host_once(
     engine = load_engine(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=2)
     session, seen = Session(engine), list[list[tuple[int, ...]]]()
     logits = session.prefill(list(range(40)))
-    call, put = engine.programs.call, jax.device_put
+    call, put = engine.programs._call, jax.device_put
 
-    def called(key: tuple, f: object, args: tuple, **how: object) -> object:
+    def called(key: tuple, f: object, args: tuple, *how: object) -> object:
         if key[0] in ("decode", "decode end"):
             seen.append([x.shape for x in jax.tree.leaves(args) if not isinstance(x, jax.Array)])
-        return call(key, f, args, **how)
+        return call(key, f, args, *how)
 
     def was_put(x: object, *where: object) -> object:
         if hosts := [leaf.shape for leaf in jax.tree.leaves(x) if isinstance(leaf, np.ndarray)]:
@@ -59,7 +59,7 @@ def test_a_round_takes_two_arrays_of_the_host_once(
         return put(x, *where)
 
     monkeypatch.setattr(rounds, "PART_BLOCKS", 2)
-    monkeypatch.setattr(engine.programs, "call", called)
+    monkeypatch.setattr(engine.programs, "_call", called)
     monkeypatch.setattr(jax, "device_put", was_put)
     list(islice(session.decode(logits, max_tokens=20), 4))
     rows = engine.ple_rows([], [0], 2)

@@ -276,11 +276,11 @@ def test_an_engine_that_lost_its_arena_stops(models: ModelStore, monkeypatch: py
     session.prefill(PROMPT)
     image, call = capture(session), engine.programs.call
 
-    def failing(key: tuple, f: object, args: tuple, **options: object) -> object:
+    def failing(key: tuple, f: object, args: tuple, *options: object) -> object:
         if key[0] == "rows in":
             args[0].delete()
             raise OSError("no memory")
-        return call(key, f, args, **options)  # type: ignore[arg-type]
+        return call(key, f, args, *options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.programs, "call", failing)
     with pytest.raises(OSError, match="no memory"):
