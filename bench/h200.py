@@ -147,7 +147,7 @@ class Child:
         host = max(p.ledger.total_bytes(Phase.START, Memory.HOST) for p in plans.values())
         if self.o.plain_launches:
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
-        start_jax(config, hardware, host_pool_bytes=host)
+        env = start_jax(config, hardware, host_pool_bytes=host)
         import jax
 
         self.about |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "python": sys.version.split()[0]}
@@ -159,9 +159,9 @@ class Child:
                 self.row(f"roof experts chunk {tokens}", partial(dict, found))
                 experts_s[tokens] = found["experts_s"]
         from strata_jax.engine.engine import Engine
-        from strata_jax.engine.program_store import ProgramStore
+        from strata_jax.engine.program_store import open_store
 
-        store = None if self.o.cache is None else ProgramStore.under(Path(self.o.cache) / "programs")
+        store = open_store(env.compilation_cache_dir)
         engine: Any = None
         bounds: Any = None
         zero_copy: dict[int, float] = {}

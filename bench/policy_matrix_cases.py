@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from strata_jax.files import replaced_on_success
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.reader import open_gguf
 from strata_jax.gguf.source import WeightSource
@@ -27,7 +28,6 @@ from strata_jax.synthetic import write_synthetic_gguf
 from strata_jax.synthetic.full import SyntheticModel
 from strata_jax.synthetic.routing import RoutingSkew
 from strata_jax.synthetic.shapes import ModelShape
-from strata_jax.synthetic.writer import replaced_on_success
 
 WINDOWS = "read_windows"  # counted like a move
 RESIDENT_CHUNK_TOKENS = 128  # where configurations choose

@@ -178,10 +178,9 @@ def load_engine(
     """Start JAX as planned, then read the model into bank and arena."""
     env = start_jax(config, hardware, host_pool_bytes=made.ledger.total_bytes(Phase.START, Memory.HOST))
     from strata_jax.engine.engine import Engine  # JAX's environment is in place only now
-    from strata_jax.engine.program_store import ProgramStore
+    from strata_jax.engine.program_store import open_store
 
-    root = env.compilation_cache_dir
-    store = None if root is None else ProgramStore.under(root / "programs")
+    store = open_store(env.compilation_cache_dir)
 
     @contextmanager
     def watch(program: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from strata_jax.errors import ConfigError
+from strata_jax.files import replaced_on_success
 from strata_jax.synthetic import (
     PRESETS,
     ModelShape,
@@ -23,7 +24,6 @@ from strata_jax.synthetic import (
     writer,
 )
 from strata_jax.synthetic.tokenizer import CONTROL_TOKENS, build_vocabulary
-from strata_jax.synthetic.writer import replaced_on_success
 
 
 def sha256(path: Path) -> str:

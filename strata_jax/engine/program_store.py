@@ -28,6 +28,7 @@ import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
 
+from strata_jax.files import replaced_on_success
 from strata_jax.hardware import cpu_model
 
 log = logging.getLogger(__name__)
@@ -146,14 +147,16 @@ class ProgramStore:
 
     def _write(self, name: str, content: bytes) -> None:
         """Readers see the whole file or none of it; where none can be written, the next start takes longer."""
-        unfinished = self.folder / f"{name}.{os.getpid()}.{threading.get_ident()}"
         try:
-            unfinished.write_bytes(content)
-            unfinished.replace(self.folder / name)
+            with replaced_on_success(self.folder / name) as unfinished:
+                unfinished.write_bytes(content)
         except OSError as error:
             log.warning("a compiled program is not kept: %s", error)
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+
+
+def open_store(cache_dir: Path | None) -> ProgramStore | Unstored:
+    """The programs of a cache directory; without one they are kept nowhere."""
+    return Unstored() if cache_dir is None else ProgramStore.under(cache_dir / "programs")
 
 
 def _make_room(folder: Path) -> None:

@@ -11,8 +11,9 @@ import os
 from pathlib import Path
 
 from strata_jax.errors import ConfigError
+from strata_jax.files import replaced_on_success
 
-from .writer import replaced_on_success, write_synthetic_gguf
+from .writer import write_synthetic_gguf
 
 PRESET = "builtin"
 ECHO_MTP = 0.1  # about a fifth of greedy drafts are accepted (3 drafts a round, measured with llama.cpp, 2026-11)

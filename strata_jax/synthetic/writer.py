@@ -5,10 +5,7 @@ Memory stays at the size of the largest tensor, also for the preset `mid`.
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +15,7 @@ from gguf import GGMLQuantizationType as GGMLType
 from gguf import GGUFValueType
 
 from strata_jax.errors import ConfigError
+from strata_jax.files import replaced_on_success
 
 from . import shapes, tokenizer
 from .shapes import ModelShape, shape_for
@@ -86,20 +84,6 @@ def write_synthetic_gguf(
         finally:
             writer.close()
     return Path(path)
-
-
-@contextmanager
-def replaced_on_success(path: Path) -> Iterator[Path]:
-    """Yield a scratch path beside `path` that takes its place when the block ends, and is removed when it fails."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    unfinished = Path(name)
-    try:
-        yield unfinished
-        unfinished.chmod(0o644)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _stored_type(spec: TensorSpec, dtype: DType) -> GGMLType:

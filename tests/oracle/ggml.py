@@ -20,7 +20,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from strata_jax.synthetic.writer import replaced_on_success
+from strata_jax.files import replaced_on_success
 
 from .glibc import loadable_library_dir
 

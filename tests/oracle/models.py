@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 
 import tests.oracle as oracle
+from strata_jax.files import replaced_on_success
 from strata_jax.synthetic import shape_for, write_synthetic_gguf
 from strata_jax.synthetic.tokenizer import CONTROL_TOKENS, VISIBLE_SPECIAL_TOKENS
-from strata_jax.synthetic.writer import replaced_on_success
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 MIN_MARGIN = 1e-5
