@@ -48,7 +48,7 @@ from strata_jax.kernels.expert_gemv import (
     planned_gemv,
     triton,
 )
-from strata_jax.kernels.expert_gemv.blocks import H200
+from strata_jax.kernels.expert_gemv.blocks import TABLE
 from strata_jax.kernels.expert_gemv.vectors import down_rows
 from strata_jax.kernels.planes import PlaneLayout, from_planes
 from strata_jax.kernels.route import choose_experts, route_window
@@ -472,7 +472,8 @@ def best_blocks() -> Blocks:
         words = min(rows, key=lambda r: r["us"])["stage"].split()
         return LaunchBlocks(int(words[-2].split("=")[1]), int(words[-1].split("=")[1]))
 
-    return Blocks(best("gate_up", H200.gate_up), best("down", H200.down))
+    default = TABLE["NVIDIA H200"][0][1]
+    return Blocks(best("gate_up", default.gate_up), best("down", default.down))
 
 
 def print_table() -> None:

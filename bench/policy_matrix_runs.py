@@ -33,6 +33,7 @@ from bench.policy_matrix_cases import (
 )
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix
+from strata_jax.engine.program_store import open_store
 from strata_jax.engine.runtime import Reading, Runtime
 from strata_jax.engine.session import ChunkRecord, RoundRecord, Session
 from strata_jax.engine.snapshots import state_hash
@@ -123,13 +124,14 @@ class Run:
                 yield ("windows" if by_windows else "chunks", prompt[first:last]), inside, last
 
 
-def load(case: Case, file: WeightSource, geometry: Geometry, made: MemoryPlan) -> Engine:
+def load(case: Case, file: WeightSource, geometry: Geometry, made: MemoryPlan, folder: Path) -> Engine:
     """Load a case's model. A GPU's programs are compiled beforehand, beside each other, a CPU's at their first call.
 
     Raises:
         RuntimeError: kernels are to compute it, and something would be computed or copied without them.
     """
-    engine = Engine.load(file, geometry, made, loans=None if interprets() else made.loans())
+    loans = None if interprets() else made.loans()
+    engine = Engine.load(file, geometry, made, loans=loans, program_store=open_store(folder / "programs"))
     if case.quant is not None:
         staging.IN_PLACE_BYTES = 0  # blocks of this size would all be read where they lie
         if parts := without_kernels(engine):
@@ -163,7 +165,7 @@ def begin(case: Case, folder: Path, policies: Sequence[str]) -> Run:
     """Load a case's model and put policies to work; tables and bytes are verified after every move."""
     (file, geometry), counts = open_model(case, folder), Counts()
     runtime = Runtime.start(
-        load(case, file, geometry, planned(case, geometry, policies)), settings_of(case, policies),
+        load(case, file, geometry, planned(case, geometry, policies), folder), settings_of(case, policies),
         rule=CheckpointRule(case.every, case.root), sink=counts, check=True, min_p=None if interprets() else 0.0,
     )  # fmt: skip
     return Run(case, tuple(policies), runtime, counts, prompts_of(case), runtime.free_bytes())
@@ -202,7 +204,7 @@ class Resident:
     def load(cls, case: Case, folder: Path) -> Resident:
         """Load a case's model."""
         file, geometry = open_model(case, folder)
-        return cls(case, load(case, file, geometry, plan(geometry, resident_request(case, geometry))))
+        return cls(case, load(case, file, geometry, plan(geometry, resident_request(case, geometry)), folder))
 
     def replay(self, ops: Sequence[Op]) -> dict[str, Any]:
         """What a sequence of operations gives: the logits before its last one, a decode, and all after it."""

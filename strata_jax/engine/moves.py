@@ -27,6 +27,7 @@ from strata_jax.memory.ledger import MIB, Owner
 from strata_jax.policies.moves import MoveKind
 
 PAGES_PER_MOVE = 16  # K/V pages that one program moves
+RELEASE_S = 1.0  # in which the device's count has to show what a move has freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +333,7 @@ class Mover:
             engine.stop_if_lost(kind, error)
             raise
         seconds = time.perf_counter() - job.started_s
-        now = engine.bytes_in_use()
-        change = None if now is None or in_use is None else now - in_use
+        change = _wait_for_change(engine, kind, job.bytes, in_use)
         if self.check:
             engine.check_tables()
             _check_change(kind, job.bytes, change)
@@ -397,16 +397,32 @@ class Mover:
         jax.block_until_ready((self.engine.arrays, self.engine.cell_store))
 
 
-def _check_change(kind: MoveKind, num_bytes: int, change: int | None) -> None:
-    """Verify with the device's own count that a move has freed or taken at least 99 % of what it says.
+def _wait_for_change(engine: Engine, kind: MoveKind, num_bytes: int, before: int | None) -> int | None:
+    """Return by how much the device's bytes in use have changed, once that fits the move or `RELEASE_S` have passed.
+
+    A copy may hold what it has read for a moment after its result is there.
+    """
+    until = time.perf_counter() + RELEASE_S
+    while True:
+        now = engine.bytes_in_use()
+        change = None if now is None or before is None else now - before
+        if _has_changed(kind, num_bytes, change) or time.perf_counter() > until:
+            return change
+        time.sleep(0.001)
+
+
+def _has_changed(kind: MoveKind, num_bytes: int, change: int | None) -> bool:
+    """Whether a move has freed or taken at least 99 % of what it says, as far as the device counts that.
 
     More is no error: the allocator may hand out a whole hole for what nearly fills it.
-
-    Raises:
-        RuntimeError: it has not.
     """
     sign = DEVICE_SIGNS.get(kind, 0)
-    if sign and change is not None and sign * change < (1 - LEDGER_TOLERANCE_FRAC) * num_bytes:
+    return not sign or change is None or sign * change >= (1 - LEDGER_TOLERANCE_FRAC) * num_bytes
+
+
+def _check_change(kind: MoveKind, num_bytes: int, change: int | None) -> None:
+    """Verify a move with the device's own count. Raises RuntimeError: it has not changed as the move says."""
+    if not _has_changed(kind, num_bytes, change):
         raise RuntimeError(f"{kind} of {num_bytes:,} bytes changed the device's bytes in use by {change:,}")
 
 

@@ -10,6 +10,7 @@ folders. Files are pickles, as JAX's are executables: they belong in a folder th
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import logging
 import os
@@ -34,7 +35,6 @@ from strata_jax.hardware import cpu_model
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 4 * 2**30  # of the programs of one device and version of JAX; those not used for longest are removed
-NOT_KEPT = "@mosaic_gpu"  # kernels whose host code looks for symbols that only tracing them loads (jax 0.11.2)
 _HIT = "/jax/compilation_cache/cache_hits"
 # settings of JAX that change what is traced or compiled
 _SETTINGS = (
@@ -83,6 +83,9 @@ class ProgramStore:
         except OSError as error:
             log.warning("compiled programs are not kept: %s", error)
             return Unstored()
+        if jax.default_backend() == "gpu":
+            with suppress(ImportError):  # it says where the library is that programs with Mosaic's kernels look for
+                importlib.import_module("jax.experimental.mosaic.gpu")
         return cls(folder)
 
     def name(self, f: Callable, args: tuple, donate: tuple[int, ...], out_shardings: Any) -> str:
@@ -119,7 +122,7 @@ class ProgramStore:
             found_by_jax.here = False
             program = lowered.compile()
             # what JAX has read from its cache lacks what a file needs, on a CPU
-            if not name or found_by_jax.here or NOT_KEPT in code:
+            if not name or found_by_jax.here:
                 return program
             try:
                 executable, _, _ = serialize_executable.serialize(program)

@@ -104,7 +104,7 @@ def test_a_case_of_kernels_of_which_the_reference_computes_a_part_is_refused(
 
     def loaded(case: Case) -> Engine:
         file, geometry = open_model(case, tmp_path)
-        return load(case, file, geometry, planned(case, geometry, ()))
+        return load(case, file, geometry, planned(case, geometry, ()), tmp_path)
 
     assert without_kernels(loaded(short)) == []
     with pytest.raises(RuntimeError, match=r"attention of block 1: heads of 64 .*; staged experts: chunks take none"):

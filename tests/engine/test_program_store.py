@@ -192,12 +192,6 @@ def test_what_jax_read_from_its_own_cache_is_not_kept(tmp_path: Path) -> None:
     assert [len(list((tmp_path / name).glob("*/*"))) for name in ("one", "two", "three")] == [2, 0, 0]
 
 
-def test_programs_that_cannot_be_read_back_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_store, "NOT_KEPT", "stablehlo.multiply")
-    call(programs_in(tmp_path), new_function(), jnp.ones(4))
-    assert not list(tmp_path.glob("*/*"))
-
-
 def test_programs_not_used_for_longest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = new_function(), new_function()
     for f in (first, second):

@@ -12,6 +12,8 @@ import pytest
 from strata_jax.kernels.cell_gather import gather_runs, triton
 from tests.kernels.place import INTERPRET
 
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
 NUM_PAGES, NUM_ROWS, WORDS = 7, 9, 300
 POISON = np.uint32(0xFFFFFFFF)
 
@@ -72,7 +74,6 @@ def test_blocks_are_powers_of_two_within_a_run(num_runs: int, num_words: int) ->
     assert min(num_words, triton.MIN_BLOCK_WORDS) < 2 * block <= 2 * min(num_words, triton.MAX_BLOCK_WORDS)
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_the_kernel_is_lowered_for_cuda_without_a_gpu() -> None:
     args = tuple(map(jnp.asarray, arrays((2, 4), 48)))
     with _abstract_gpu():

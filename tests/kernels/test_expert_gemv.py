@@ -212,10 +212,11 @@ def test_the_models_layer_lowers_for_a_gpu():
 
 
 def test_blocks_are_those_of_the_table_and_never_wider_than_a_tile():
-    measured = blocks_for("NVIDIA H200", 128)
-    assert measured == Blocks(LaunchBlocks(32, 4), LaunchBlocks(128, 4))
-    assert blocks_for("another GPU", 128) == DEFAULT
-    assert blocks_for("NVIDIA H200", 32) == Blocks(LaunchBlocks(32, 4), LaunchBlocks(32, 4))
+    one, more = (blocks_for("NVIDIA H200", 128, tokens) for tokens in (1, 2))
+    assert one == Blocks(LaunchBlocks(32, 8), LaunchBlocks(128, 4))
+    assert more == Blocks(LaunchBlocks(32, 4), LaunchBlocks(128, 4))
+    assert blocks_for("another GPU", 128, 8) == DEFAULT[-1][1]
+    assert blocks_for("NVIDIA H200", 32, 2) == Blocks(LaunchBlocks(32, 4), LaunchBlocks(32, 4))
     assert LaunchBlocks(16, 2).items_at_once(80) == 16
     assert LaunchBlocks(128, 4).items_at_once(20) == 4
     assert LaunchBlocks(32, 4).items_at_once(20) == 4

@@ -15,6 +15,8 @@ from strata_jax.kernels.page_fetch import fetch_pages, triton
 from tests.kernels.lowering import lower_for_cuda
 from tests.kernels.place import INTERPRET
 
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
 EXPERTS, PAGE_WORDS = 6, 48
 POISON = np.uint32(0xFFFFFFFF)
 KERNELS = {
@@ -83,7 +85,6 @@ def test_what_does_not_fit_is_refused() -> None:
         fetch_pages((arena,), words, one, one, jnp.int32(1))
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_the_kernel_is_lowered_for_cuda_at_the_models_sizes_in_one_launch() -> None:
     def shape(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype)

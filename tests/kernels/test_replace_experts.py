@@ -19,6 +19,8 @@ from strata_jax.synthetic.routing_trace import draw_trace
 from tests.kernels.lowering import lower_for_cuda
 from tests.kernels.place import INTERPRET
 
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
 LAYERS, EXPERTS, USED, ROWS = 2, 20, 3, 2
 MAX_FETCHES = ROWS * USED
 KERNELS = {
@@ -86,7 +88,6 @@ def test_what_does_not_fit_is_refused() -> None:
         run(tables, block, uses, decay=0.5, max_fetches=21)
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_the_kernel_is_lowered_for_cuda_in_one_launch() -> None:
     def shape(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype)

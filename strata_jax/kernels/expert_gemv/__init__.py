@@ -106,7 +106,7 @@ def planned_gemv(
     """
     from strata_jax.kernels.expert_gemv import triton
 
-    found = blocks or blocks_for(_device_kind(), layout.tile_rows)
+    found = blocks or blocks_for(_device_kind(), layout.tile_rows, x.shape[0])
     return triton.expert_window(x, plan, weights, arrays, bank, pages, layout, found, interpret=interpret)
 
 

@@ -64,7 +64,7 @@ def grouped_swiglu(
         out: bf16[P + pad, F]; rows of other experts and of the padding keep what they hold.
         backend: ``"reference"``, ``"triton"`` or ``"mosaic"``; None = Mosaic or Triton on CUDA, the reference
             elsewhere. Mosaic takes what `blocks` have rings for: on Hopper, gate and up of one type, planes of 128
-            rows, types that have been tried. Triton takes the rest.
+            rows. Triton takes the rest.
         interpret: run the Triton kernel in Pallas' interpreter, on any device.
 
     Raises:
@@ -140,8 +140,7 @@ def _ring(backend: str | None, blocks: Blocks, parts: tuple[PlanePart, ...], int
         return None
     from strata_jax.kernels.grouped_matmul import mosaic  # not with every version of JAX
 
-    ring = blocks.rings[0 if len(parts) == 2 else 1]
-    return ring if parts[0].layout.type_name in ring.types and mosaic.takes(parts) else None
+    return blocks.rings[0 if len(parts) == 2 else 1] if mosaic.takes(parts) else None
 
 
 def _check(

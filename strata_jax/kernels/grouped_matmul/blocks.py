@@ -20,7 +20,6 @@ class RingBlocks:
         rows: how many rows of a tile a product may have, ascending; the last is a whole tile.
         stages: steps of 128 columns that shared memory holds. batch: steps that are copied at a time.
         copy_registers, product_registers: of a thread that copies, of one that multiplies.
-        types: of the weights that it has multiplied on such a GPU, beside float64.
     """
 
     programs: int
@@ -29,7 +28,6 @@ class RingBlocks:
     batch: int
     copy_registers: int
     product_registers: int
-    types: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +61,11 @@ TABLE: Mapping[str, Table] = {"NVIDIA H200": ((20, _SMALL), (80, _MIDDLE), (math
 DEFAULT: Table = ((20, _SMALL), (math.inf, _MIDDLE))
 
 # Mosaic is faster than Triton at 10, 40 and 160 rows alike. Its interface changes from one version of JAX to the next:
-# only where the kernel has run. Products of up to 32 rows gain swiglu 5 % at 40 rows and 11 % at 10. With both kinds
+# only where all types have run. Products of up to 32 rows gain swiglu 5 % at 40 rows and 11 % at 10. With both kinds
 # the kernel needs more registers, so threads that copy have few and copy one step at a time; down, which has 5 steps
 # and not 20, loses more by that than it gains.
-_SEEN = ("IQ2_XS", "IQ2_S", "Q4_K", "Q2_0", "IQ4_NL", "Q8_0")
 RINGS: Mapping[str, tuple[RingBlocks, RingBlocks]] = {
-    "NVIDIA H200": (RingBlocks(132, (32, 64), 4, 1, 32, 112, _SEEN), RingBlocks(132, (64,), 4, 2, 64, 104, _SEEN))
+    "NVIDIA H200": (RingBlocks(132, (32, 64), 4, 1, 32, 112), RingBlocks(132, (64,), 4, 2, 64, 104))
 }
 _RING_VERSION = (0, 11)
 _RING_TILE_ROWS = 128
