@@ -93,7 +93,7 @@ def beside(variant: Variant, slots: int, name: str = "", *more: str) -> Variant:
 
 
 # beside so many slots an 8 GB card has room for chunks of 512 tokens, and with the head's bytes for longer ones
-ALIAS_SLOTS, NOTHING_LENT = 1_900, "prefill.borrow=false"
+ALIAS_SLOTS, NOTHING_LENT = 2_020, "prefill.borrow=false"
 OWN_SLOTS = 17_000  # leave a 32 GB card the buffers of chunks of 8,192 tokens
 EFFECTS = {
     "own": Effect(

@@ -52,14 +52,15 @@ def table_rows(tokens: Sequence[int], start: int, count: int, g: Geometry) -> np
     cut = np.zeros(count, bool)
     multipliers = np.asarray(g.ple_multipliers, np.uint64)
     mixed = ids[span - 1 :] * multipliers[0]
-    rows = []
+    found = []
     for n in range(1, span):
         context = ids[span - 1 - n : span - 1 - n + count]
         cut = cut | (context == boundary)
         mixed = mixed ^ (np.where(cut, boundary, context) * multipliers[n])
-        for head in range((n - 1) * g.ple_heads_per_ngram, n * g.ple_heads_per_ngram):
-            rows.append(mixed % np.uint64(g.ple_vocab_sizes[head]) + np.uint64(g.ple_offsets[head]))
-    return np.stack(rows, axis=1)
+        found.append(mixed)
+    sizes, offsets = (np.asarray(x, np.uint64).reshape(span - 1, 1, -1) for x in (g.ple_vocab_sizes, g.ple_offsets))
+    rows = np.stack(found)[:, :, None] % sizes + offsets
+    return rows.transpose(1, 0, 2).reshape(count, -1)
 
 
 def apply(

@@ -7,7 +7,7 @@ them in parts, the GPU computes one part while the host starts the next.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,66 +21,56 @@ from strata_jax.engine.sampler import SamplingArrays
 if TYPE_CHECKING:
     from strata_jax.engine.engine import Engine
 
-# Blocks of the trunk in a program at most, and in the first of several: the GPU waits while the host starts that one,
-# and has to have work for as long as starting the next one takes (about 0.1 ms a block each, one H200).
-PART_BLOCKS = 11
-FIRST_BLOCKS = 4
-
-
-@dataclass(frozen=True)
-class StartedRound:
-    """A round that has been started.
-
-    Attributes:
-        arena: its core. state: after the kept tokens. kept: what replacement has changed.
-        inputs: of the host, to be held until it has read the report: given back before, their memory comes free when
-            the GPU gets there, and those of the next round are put elsewhere (see `Programs.places`).
-    """
-
-    arena: jax.Array
-    state: State
-    found: Round
-    kept: Kept | None
-    inputs: tuple[jax.Array, jax.Array | None]
+# Blocks of the trunk in a program at most, and in the first of several. The GPU waits while the host starts that one,
+# and has to have work for as long as starting the next one takes (about 0.1 ms a block each, one H200): each has up to
+# twice the blocks of the one before.
+PART_BLOCKS = 12
+FIRST_BLOCKS = 2
 
 
 def parts_of(num_layers: int) -> list[tuple[int, int]]:
     """The first block of each part and the one after its last; a small model is one part."""
-    first = min(FIRST_BLOCKS, PART_BLOCKS) if num_layers > PART_BLOCKS else num_layers
-    return list(itertools.pairwise([0, *range(first, num_layers, PART_BLOCKS), num_layers]))
+    size, ends = min(FIRST_BLOCKS, PART_BLOCKS) if num_layers > PART_BLOCKS else num_layers, [0]
+    while ends[-1] < num_layers:
+        ends.append(min(ends[-1] + size, num_layers))
+        size = min(2 * size, PART_BLOCKS)
+    return list(itertools.pairwise(ends))
 
 
 def run_round(
     engine: Engine, state: State, words: np.ndarray, ple_rows: np.ndarray | None, how: SamplingArrays, num_drafts: int
-) -> StartedRound:
+) -> tuple[jax.Array, State, Round, Kept | None]:
     """Start a round of the window in ``words`` (see `window_words`).
 
-    Arena, state and what replacement has are used up.
+    Returns:
+        the arena's core, the state after the kept tokens, what is for the host, what replacement has changed; those
+        that there were before are used up.
     """
     programs, weights, tables, g = engine.programs, engine.weights, engine.program_tables, engine.geometry
-    window, rows = jax.device_put((words, ple_rows))
+    window, rows = programs.take_window(words, ple_rows)
     arena, segments, streams = engine.arena, engine.segments, None
     before: UseValues | Kept | None = engine.values
-    states, keys = without_keys(state.blocks)
-    parts, written = list[BlocksRead](), list[jax.Array | None]()
+    states, written, parts = list[Any](), list[jax.Array | None](), list[BlocksRead]()
     for first, end in parts_of(g.num_layers):
         here = slice(first, end)
         reads_table = g.ple_layer is not None and first <= g.ple_layer < end
         table: tuple[Any, Any] = (rows, state.ple_history) if reads_table else (None, None)
+        bare, keys = without_keys(state.blocks[here])
         streams, arena, read, new_keys, before = programs.round_part(
             first, None if first else weights.embed, weights.blocks[here], engine.banks[here], tables, arena, segments,
-            states[here], keys[here], streams, window, *table, before,
+            bare, keys, streams, window, *table, before,
         )  # fmt: skip
         segments = segments if before is None else ()
         parts.append(read)
+        states += bare
         written += new_keys
     assert not isinstance(before, UseValues)
     arena, state, found, kept = programs.round_end(
         num_drafts, weights.without_blocks(), engine.banks[g.num_layers :], tables, arena, segments,
-        replace(state, blocks=states), streams, window, tuple(parts), how, before,
+        replace(state, blocks=tuple(states)), streams, window, tuple(parts), how, before,
     )  # fmt: skip
     state = replace(state, blocks=with_keys(state.blocks, tuple(written)))
-    return StartedRound(arena, state, found, kept, (window, rows))
+    return arena, state, found, kept
 
 
 def start_drafts(
