@@ -50,7 +50,7 @@ class Round:
     """What a step leaves for the host.
 
     Attributes:
-        report: i32[4 + T + D], for `read_report`.
+        report: i32[4 + T + D], for `read_report`, in host memory: a copy that the host starts comes 0.2 ms later.
         logits: f32[T, V].
         uses: i32[L', X], how many of the committed and the rejected rows used each expert of each block.
     """
@@ -167,7 +167,7 @@ def round_end(
     elif weights.draft is not None:
         uses.append(jnp.zeros_like(uses[-1][:1]))
     kept = None if kept is None else kept.next_round()
-    report = report_words(chosen, num_kept, drafts, num_good, counts)
+    report = jax.device_put(report_words(chosen, num_kept, drafts, num_good, counts), jax.memory.Space.Host)
     return arena, state, Round(report, scores, jnp.concatenate(uses)), kept
 
 

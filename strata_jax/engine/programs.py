@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -171,12 +171,6 @@ class Programs:
         donate = ("arena", "state") if args[-1] is None else ("arena", "segments", "state", "values")
         return self.call(key, f, args, donate)
 
-    def take_window(self, words: np.ndarray, ple_rows: np.ndarray | None) -> tuple[jax.Array, jax.Array | None]:
-        """The words and the n-gram rows of a round's window on the device: a program takes a third of `device_put`'s
-        time, and they lie where those of the round before did."""
-        key = ("window", num_window_rows(words))
-        return self._in_place(key, key, _copies, (words, ple_rows), (), lambda out: out)
-
     def round_part(self, first: int, *args: Any) -> tuple[jax.Array, jax.Array, BlocksRead, Keys, Kept | None]:
         """`decode.round_part`; what replacement starts from is the last argument, which holds the segments later on."""
         f = partial(round_part, first=first, spec=self.spec)
@@ -195,7 +189,8 @@ class Programs:
         part = ("decode end", num_window_rows(args[7]), num_drafts, sizes)
         key = _key(*part, _choice(args[9]), segments=segments)
         donate = ("arena", "state") if kept is None else ("arena", "state", "kept")
-        return self._in_place(part, key, f, args, donate, lambda out: out[2])
+        # the report lies in host memory, the rest stays on the device
+        return self._in_place(part, key, f, args, donate, lambda out: replace(out[2], report=None))
 
     def _in_place(
         self,
@@ -377,10 +372,6 @@ def _key(*parts: Hashable, segments: Segments) -> tuple[Hashable, ...]:
 def _empty(f: Callable, args: tuple, fresh: Callable[[Any], Any]) -> Any:
     """Zeros in place of what is new of the results of ``f``."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), fresh(jax.eval_shape(f, *args)))
-
-
-def _copies(*args: Any) -> tuple[Any, ...]:
-    return jax.tree.map(jnp.copy, args)
 
 
 def _into(f: Callable, places: Any, *args: Any) -> Any:

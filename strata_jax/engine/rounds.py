@@ -7,7 +7,7 @@ them in parts, the GPU computes one part while the host starts the next.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,6 +28,23 @@ PART_BLOCKS = 12
 FIRST_BLOCKS = 2
 
 
+@dataclass(frozen=True)
+class StartedRound:
+    """A round that has been started.
+
+    Attributes:
+        arena: its core. state: after the kept tokens. kept: what replacement has changed.
+        inputs: of the host, to be held until it has read the report: given back before, their memory comes free when
+            the GPU gets there, and those of the next round are put elsewhere (see `Programs.places`).
+    """
+
+    arena: jax.Array
+    state: State
+    found: Round
+    kept: Kept | None
+    inputs: tuple[jax.Array, jax.Array | None]
+
+
 def parts_of(num_layers: int) -> list[tuple[int, int]]:
     """The first block of each part and the one after its last; a small model is one part."""
     size, ends = min(FIRST_BLOCKS, PART_BLOCKS) if num_layers > PART_BLOCKS else num_layers, [0]
@@ -39,15 +56,13 @@ def parts_of(num_layers: int) -> list[tuple[int, int]]:
 
 def run_round(
     engine: Engine, state: State, words: np.ndarray, ple_rows: np.ndarray | None, how: SamplingArrays, num_drafts: int
-) -> tuple[jax.Array, State, Round, Kept | None]:
+) -> StartedRound:
     """Start a round of the window in ``words`` (see `window_words`).
 
-    Returns:
-        the arena's core, the state after the kept tokens, what is for the host, what replacement has changed; those
-        that there were before are used up.
+    Arena, state and what replacement has are used up.
     """
     programs, weights, tables, g = engine.programs, engine.weights, engine.program_tables, engine.geometry
-    window, rows = programs.take_window(words, ple_rows)
+    window, rows = jax.device_put((words, ple_rows))
     arena, segments, streams = engine.arena, engine.segments, None
     before: UseValues | Kept | None = engine.values
     states, written, parts = list[Any](), list[jax.Array | None](), list[BlocksRead]()
@@ -70,7 +85,7 @@ def run_round(
         replace(state, blocks=tuple(states)), streams, window, tuple(parts), how, before,
     )  # fmt: skip
     state = replace(state, blocks=with_keys(state.blocks, tuple(written)))
-    return arena, state, found, kept
+    return StartedRound(arena, state, found, kept, (window, rows))
 
 
 def start_drafts(

@@ -299,9 +299,9 @@ class Session:
         engine.head()
         rows = engine.ple_rows(self.tokens, window, size)
         words = window_words(window, forced, start, min_p, size)
-        engine.arena, self.state, out, kept = run_round(engine, self.state, words, rows, how, num_drafts)
-        out.report.copy_to_host_async()
-        engine.after_turns(kept)
+        started_round = run_round(engine, self.state, words, rows, how, num_drafts)
+        engine.arena, self.state, out = started_round.arena, started_round.state, started_round.found
+        engine.after_turns(started_round.kept)
         if self.count_uses:
             out.uses.copy_to_host_async()
         report = read_report(out.report, size)

@@ -74,8 +74,8 @@ def test_a_round_is_written_over_the_one_before(engine: Engine, monkeypatch: pyt
             assert places() == before
             assert later.unsafe_buffer_pointer() in before.values()
             assert logits.is_deleted()
-        assert {"window", "decode", "decode end"} == {key[0] for key in programs.places}
-        assert len(programs.places) == 2 * (len(rounds.parts_of(engine.geometry.num_layers)) + 2)
+        assert {"decode", "decode end"} == {key[0] for key in programs.places}
+        assert len(programs.places) == 2 * (len(rounds.parts_of(engine.geometry.num_layers)) + 1)
     assert not programs.places
 
 
