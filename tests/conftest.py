@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import shutil
@@ -32,11 +33,14 @@ if platform.machine() in ("x86_64", "AMD64"):
     QUICK_FLAGS.append("--xla_cpu_max_isa=AVX")
 else:
     QUICK_FLAGS = ["--xla_backend_optimization_level=1"]
+QUICK_FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")  # the workers have the processors: nothing to split for
 if tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 11):
     QUICK_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 given = os.environ.get("XLA_FLAGS", "")
 quick = [flag for flag in QUICK_FLAGS if flag.split("=")[0] not in given]
 os.environ["XLA_FLAGS"] = " ".join([with_free_early(given), *quick]).strip()
+# What JAX keeps of programs is many objects that live long: collections that look for cycles among the new ones are rarer
+gc.set_threshold(50_000, 20, 20)
 MARKERS = ("cpu", "gpu")
 
 # The same examples in every run; `pytest --hypothesis-profile=explore` looks for new ones.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from strata_jax.geometry import Geometry
 from strata_jax.gguf.reader import open_gguf
 from strata_jax.memory.plan import plan
 from strata_jax.memory.request import PlanRequest
+from tests.engine.shared_programs import PROGRAMS
 from tests.oracle.models import llama_oracle, models
 
 __all__ = ["llama_oracle", "models"]
@@ -30,7 +31,14 @@ def load(path: Path, **settings: object) -> Engine:
         "context_cells": 512, "chunk_tokens": 64, "kv_type": "f32", "all_logits": True, "spec_window": window,
         "expert_slots": blocks * geometry.num_experts,
     }  # fmt: skip
-    return Engine.load(file, geometry, plan(geometry, PlanRequest(**(request | settings))))
+    return Engine.load(file, geometry, plan(geometry, PlanRequest(**(request | settings))), program_store=PROGRAMS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs() -> Iterator[None]:
+    """Programs are shared within a file: those of all files would take much memory."""
+    yield
+    PROGRAMS.made.clear()
 
 
 @pytest.fixture(scope="session")

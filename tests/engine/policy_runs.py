@@ -23,6 +23,7 @@ from strata_jax.memory.request import MovingMemory, PlanRequest
 from strata_jax.policies.device import NO_SWAPS, DeviceSettings
 from strata_jax.policies.policy import AdaptSettings
 from strata_jax.policies.prompt_segments import CheckpointRule, segments
+from tests.engine.shared_programs import PROGRAMS
 from tests.oracle.models import sample_tokens
 
 POLICIES = ("borrow", "own", "head_alias", "kv_grow", "conversations", "adaptive", "short_reads", "vram_elastic")
@@ -95,7 +96,7 @@ class Engines:
         geometry = Geometry.from_gguf(open_gguf(path))
         request = REQUEST | {"spec_window": spec_window}
         whole = plan(geometry, PlanRequest(**request, expert_slots=NUM_BLOCKS * NUM_EXPERTS))
-        self.reference = Reference(Engine.load(open_gguf(path), geometry, whole))
+        self.reference = Reference(Engine.load(open_gguf(path), geometry, whole, program_store=PROGRAMS))
 
     def get(self, policies: Sequence[str]) -> Engine:
         """An engine as loaded, with the plan of these policies."""
@@ -103,7 +104,7 @@ class Engines:
         shape = made.arena, made.request.moving.replacement_decay
         if shape not in self.kept:
             file = open_gguf(self.path)
-            self.kept[shape] = Engine.load(file, Geometry.from_gguf(file), made)
+            self.kept[shape] = Engine.load(file, Geometry.from_gguf(file), made, program_store=PROGRAMS)
         else:
             as_loaded(self.kept[shape])
         self.kept[shape].plan = made
