@@ -39,7 +39,7 @@ if tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 11):
 given = os.environ.get("XLA_FLAGS", "")
 quick = [flag for flag in QUICK_FLAGS if flag.split("=")[0] not in given]
 os.environ["XLA_FLAGS"] = " ".join([with_free_early(given), *quick]).strip()
-# What JAX keeps of programs is many objects that live long: collections that look for cycles among the new ones are rarer
+# JAX makes many objects that stay: looking for cycles among them more rarely takes less of the time.
 gc.set_threshold(50_000, 20, 20)
 MARKERS = ("cpu", "gpu")
 

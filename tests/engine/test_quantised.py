@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from strata_jax.engine.engine import Engine
-from strata_jax.engine.programs import Programs
 from strata_jax.engine.session import Session
 from strata_jax.memory.ledger import Owner, Phase
 from tests.engine.conftest import load
@@ -27,8 +26,8 @@ SMALL: dict[str, object] = {
     "num_layers": 2, "full_attention_interval": 2, "ple_layer": 0, "num_experts": 4, "num_experts_used": 2,
     "gdn_value_heads": 2,
 }  # fmt: skip
-# one of each kind of block in all tensors; the others are in `MIXED` or decoded in tests/kernels alone
-TYPES = ("F16", "BF16", "Q8_0", "Q4_K", "Q4_0", "Q5_1", "IQ4_XS", "IQ3_XXS", "IQ2_XS", "Q2_0")
+# a scale, a scale and an offset, scales of scales, a codebook in all tensors; the others are in `MIXED` and `OTHERS`
+TYPES = ("Q4_0", "Q5_1", "Q4_K", "IQ2_XS")
 # types that differ between layers, within an expert and between gate and up of one layer, as in published files
 MIXED: ggml.Rules = [
     (r"blk\.0\.ffn_gate_exps", "IQ2_S"),
@@ -45,9 +44,25 @@ MIXED: ggml.Rules = [
     (r"attn_(q|qkv|gate)|shexp", "Q5_K"),
     ("blk", "Q6_K"),
 ]
+# what `MIXED` and `TYPES` have not, or not there
+OTHERS: ggml.Rules = [
+    (r"blk\.0\.ffn_gate_exps", "IQ4_XS"),
+    (r"blk\.0\.ffn_up_exps", "F16"),
+    (r"blk\.0\.ffn_down_exps", "IQ3_XXS"),
+    (r"blk\.1\.ffn_gate_exps", "Q2_0"),
+    (r"blk\.1\.ffn_up_exps", "Q8_0"),
+    (r"blk\.1\.ffn_down_exps", "BF16"),
+    ("token_embd", "IQ3_XXS"),
+    (r"output\.weight", "IQ4_XS"),
+    ("hc_", "Q2_0"),
+    (r"attn_(q|qkv|gate)", "IQ3_XXS"),
+    ("attn|ssm", "IQ4_XS"),
+    ("shexp", "F16"),
+    ("blk", "BF16"),
+]
 COMPARED = ("F32", "Q4_K", "mixed")
-STEPPED = ("F16", "Q4_K", "Q5_1", "IQ2_XS", "mixed")  # the step's program takes longest to compile
-RECIPES: dict[str, ggml.Rules] = {**{name: [(".", name)] for name in TYPES}, "mixed": MIXED}
+STEPPED = ("Q4_K", "Q5_1", "mixed", "others")  # the step's program takes longest to compile
+RECIPES: dict[str, ggml.Rules] = {**{name: [(".", name)] for name in TYPES}, "mixed": MIXED, "others": OTHERS}
 PROMPT = sample_tokens(3, 48, 512, 480)  # past the 32 tokens that sparse attention keeps
 STEPS = [7, 300, 411]
 SETTINGS = {"context_cells": 64, "chunk_tokens": 16}
@@ -92,25 +107,21 @@ def engines(models: ModelStore) -> Callable[[str], Engine]:
     return get
 
 
-@pytest.fixture(scope="module")
-def float_programs() -> dict[int, Programs]:
-    """Programs for the float32 expansions by number of blocks: they have the same shapes, so one set serves them."""
-    return {}
-
-
 @pytest.mark.parametrize("recipe", ["F32", *RECIPES])
 def test_logits_are_those_of_the_float32_expansion_from_arena_and_bank(
-    recipe: str, models: ModelStore, engines: Callable[[str], Engine], float_programs: dict[int, Programs]
+    recipe: str, models: ModelStore, engines: Callable[[str], Engine]
 ) -> None:
     engine = engines(recipe) if recipe in COMPARED else load(small(models, recipe), **SETTINGS)
     if recipe in TYPES:
         _assert_types(engine, recipe)
+    elif recipe in RECIPES:
+        of_file = {t.type_name for t in engine.geometry.tensor_types.values()}
+        assert {type_name for _, type_name in RECIPES[recipe]} <= of_file
     steps = recipe in STEPPED
     found = logits(engine, steps=steps)
 
     expansion = load(models.expanded(small(models, recipe)), **SETTINGS)
     assert {t.type_name for t in expansion.geometry.tensor_types.values()} == {"F32"}
-    expansion.programs = float_programs.setdefault(len(expansion.banks), expansion.programs)
     expected = logits(expansion, steps=steps)
     names = ("chunks", "draft", "steps")[: 3 if steps else 2]
     for name in names:
