@@ -20,6 +20,7 @@ from strata_jax.engine.cell_store import fetch_pages, new_store, spill_pages
 from strata_jax.engine.engine import bank_sharding
 from strata_jax.engine.program_store import ProgramStore, Unstored
 from strata_jax.engine.programs import Programs
+from tests.engine.shared_programs import SharedPrograms
 from tests.engine.test_programs import new_programs
 
 TRACES: list[float] = []
@@ -61,6 +62,24 @@ def test_a_later_program_of_the_same_making_is_not_traced(tmp_path: Path) -> Non
     assert jax.tree.map(lambda s: s.shape, shapes) == ({"y": (4,)}, (4,))
     assert call(ahead, f, jnp.ones(4))[1].tolist() == [2, 2, 2, 2]
     assert len(TRACES) == 1
+
+
+def test_engines_of_a_test_file_share_programs_while_the_package_is_as_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    f, shared = new_function(), SharedPrograms()
+
+    def traces() -> int:
+        programs = new_programs()
+        programs.store = shared
+        call(programs, f, jnp.arange(4.0))
+        return len(TRACES)
+
+    assert (traces(), traces()) == (1, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(program_store, "NOT_KEPT", "something else")
+        assert traces() == 2
+    assert traces() == 2
 
 
 def test_whatever_changes_a_program_changes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
