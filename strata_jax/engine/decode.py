@@ -36,7 +36,7 @@ from strata_jax.engine.model import (
     start_streams,
     trunk,
 )
-from strata_jax.engine.replacement import Kept, UseValues, kept_before
+from strata_jax.engine.replacement import Kept
 from strata_jax.engine.round_words import asked, report_words
 from strata_jax.engine.sampler import SamplingArrays, sample
 
@@ -73,7 +73,7 @@ def round_part(
     words: jax.Array,
     ple_rows: jax.Array | None,
     ple_history: jax.Array | None,
-    before: UseValues | Kept | None = None,
+    kept: Kept | None = None,
     *,
     first: int,
     spec: ModelSpec,
@@ -85,13 +85,12 @@ def round_part(
         embedding: starts the streams, in the first part. streams: f32[T, C, E], of the part before in the others.
         states: without index keys. keys: of each block, None where it has none.
         words: i32[3 + 2 T], the window (see `Asked`).
-        before: what replacement starts from, or has changed in the parts before, segments included.
+        kept: what replacement has changed so far, in place of the segments and of the table of slots.
     """
     window = asked(words)
     if streams is None:
         assert embedding is not None
         streams = start_streams(embedding, window.tokens, spec.geometry)
-    kept = kept_before(before, tables, segments) if isinstance(before, UseValues) else before
     streams, arena, read, kept = trunk(
         blocks, banks, tables, arena, segments, with_keys(states, keys), streams, ple_rows, ple_history, window.start,
         window.num_real, spec, kept, first=first,
@@ -179,7 +178,7 @@ def first_drafts(
     segments: Segments,
     state: State,
     words: jax.Array,
-    values: UseValues | None = None,
+    kept: Kept | None = None,
     *,
     num_drafts: int,
     spec: ModelSpec,
@@ -191,7 +190,7 @@ def first_drafts(
     """
     window, _, count, start, min_p = asked(words)
     arena, state, drafts, num_good, counts, kept = draft(
-        weights, banks, tables, arena, segments, state, window, state.hidden[None], start, count, min_p, values,
+        weights, banks, tables, arena, segments, state, window, state.hidden[None], start, count, min_p, kept,
         num_drafts=num_drafts, spec=spec,
     )  # fmt: skip
     nothing = jnp.zeros(0, jnp.int32)
@@ -210,7 +209,7 @@ def draft(
     start: jax.Array,
     count: jax.Array,
     min_p: jax.Array,
-    before: UseValues | Kept | None = None,
+    kept: Kept | None = None,
     *,
     num_drafts: int,
     spec: ModelSpec,
@@ -219,13 +218,12 @@ def draft(
 
     Args:
         hidden: f32[T, C*E], the trunk's streams at the position before each token.
-        before: what replacement starts from, or what it has changed so far in this round; each pass takes a turn.
+        kept: what replacement has changed so far in this round; each pass takes a turn.
 
     Returns:
         arena, state, drafts i32[num_drafts], how many of them in a row reach ``min_p``, expert counts, what replacement
         has changed.
     """
-    kept = kept_before(before, tables, segments) if isinstance(before, UseValues) else before
     run = partial(feed_draft, weights, banks[-1], tables, spec=spec)
     streams, arena, after, counts, kept = run(arena, segments, state.draft, tokens, hidden, start, count, kept=kept)
     fed, before_last = advance_block(state.draft, after, count), advance_block(state.draft, after, count - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix
 from strata_jax.engine.model import ModelSpec, State, Weights
 from strata_jax.engine.program_store import ProgramStore, Unstored
 from strata_jax.engine.programs import Programs, Watch
-from strata_jax.engine.replacement import Kept, UseValues, start_values
+from strata_jax.engine.replacement import Kept, UseValues, kept_before, start_values
 from strata_jax.engine.residency import Fill, Residency, first_residency
 from strata_jax.engine.staging import Staging
 from strata_jax.geometry import Geometry
@@ -178,6 +178,14 @@ class Engine:
     def program_tables(self) -> Tables:
         """The tables as programs take them: with the store of cells, if there is one."""
         return self.tables if self.cell_store is None else replace(self.tables, cell_store=self.cell_store)
+
+    def round_tables(self) -> tuple[Tables, Segments, Kept | None]:
+        """Tables and segments as a round takes them; with replacement it changes segments and the table of slots, which
+        come apart and are used up: written over, they stay where they are."""
+        if self.values is None:
+            return self.program_tables, self.segments, None
+        kept = kept_before(self.values, self.tables, self.segments)
+        return replace(self.program_tables, slot_of=cast("Any", None)), (), kept
 
     def set_array(self, idx: int, array: jax.Array) -> None:
         """Replace one of `arrays`."""

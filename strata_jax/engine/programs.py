@@ -165,19 +165,20 @@ class Programs:
         return self.call(("sample", _choice(how)), _sample, (scores, position, how))
 
     def first_window(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, jax.Array, Kept | None]:
-        """`first_drafts`; the values of replacement are the last argument."""
+        """`first_drafts`; what replacement has changed is the last argument, with the segments."""
         f = partial(first_drafts, num_drafts=num_drafts, spec=self.spec)
-        key = _key("first_window", num_drafts, segments=args[4])
-        donate = ("arena", "state") if args[-1] is None else ("arena", "segments", "state", "values")
+        kept = args[-1]
+        key = _key("first_window", num_drafts, segments=args[4] if kept is None else kept.segments)
+        donate = ("arena", "state") if kept is None else ("arena", "state", "kept")
         return self.call(key, f, args, donate)
 
     def round_part(self, first: int, *args: Any) -> tuple[jax.Array, jax.Array, BlocksRead, Keys, Kept | None]:
-        """`decode.round_part`; what replacement starts from is the last argument, which holds the segments later on."""
+        """`decode.round_part`; what replacement has changed is the last argument, with the segments."""
         f = partial(round_part, first=first, spec=self.spec)
-        before = args[-1]
-        segments = before.segments if isinstance(before, Kept) else args[5]
+        kept = args[-1]
+        segments = args[5] if kept is None else kept.segments
         part = ("decode", num_window_rows(args[9]), first, len(args[1]))
-        donate = ("arena", "keys") if before is None else ("arena", "segments", "keys", "before")
+        donate = ("arena", "keys") if kept is None else ("arena", "keys", "kept")
         return self._in_place(part, _key(*part, segments=segments), f, args, donate, lambda out: (out[0], out[2]))
 
     def round_end(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round, Kept | None]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from strata_jax.engine.decode import Round, with_keys, without_keys
 from strata_jax.engine.model import BlocksRead, State
-from strata_jax.engine.replacement import Kept, UseValues
+from strata_jax.engine.replacement import Kept
 from strata_jax.engine.sampler import SamplingArrays
 
 if TYPE_CHECKING:
@@ -61,28 +61,26 @@ def run_round(
 
     Arena, state and what replacement has are used up.
     """
-    programs, weights, tables, g = engine.programs, engine.weights, engine.program_tables, engine.geometry
+    programs, weights, g = engine.programs, engine.weights, engine.geometry
     window, rows = jax.device_put((words, ple_rows))
-    arena, segments, streams = engine.arena, engine.segments, None
-    before: UseValues | Kept | None = engine.values
+    arena, streams = engine.arena, None
+    tables, segments, kept = engine.round_tables()
     states, written, parts = list[Any](), list[jax.Array | None](), list[BlocksRead]()
     for first, end in parts_of(g.num_layers):
         here = slice(first, end)
         reads_table = g.ple_layer is not None and first <= g.ple_layer < end
         table: tuple[Any, Any] = (rows, state.ple_history) if reads_table else (None, None)
         bare, keys = without_keys(state.blocks[here])
-        streams, arena, read, new_keys, before = programs.round_part(
+        streams, arena, read, new_keys, kept = programs.round_part(
             first, None if first else weights.embed, weights.blocks[here], engine.banks[here], tables, arena, segments,
-            bare, keys, streams, window, *table, before,
+            bare, keys, streams, window, *table, kept,
         )  # fmt: skip
-        segments = segments if before is None else ()
         parts.append(read)
         states += bare
         written += new_keys
-    assert not isinstance(before, UseValues)
     arena, state, found, kept = programs.round_end(
         num_drafts, weights.without_blocks(), engine.banks[g.num_layers :], tables, arena, segments,
-        replace(state, blocks=tuple(states)), streams, window, tuple(parts), how, before,
+        replace(state, blocks=tuple(states)), streams, window, tuple(parts), how, kept,
     )  # fmt: skip
     state = replace(state, blocks=with_keys(state.blocks, tuple(written)))
     return StartedRound(arena, state, found, kept, (window, rows))
@@ -94,7 +92,8 @@ def start_drafts(
     """Start the drafts that follow a prompt, from its next token in ``words``: see `first_drafts`, whose results these
     are; arena, state and what replacement has are used up.
     """
+    tables, segments, kept = engine.round_tables()
     return engine.programs.first_window(
-        num_drafts, engine.weights.without_blocks(), engine.banks[engine.geometry.num_layers :], engine.program_tables,
-        engine.arena, engine.segments, state, words, engine.values,
+        num_drafts, engine.weights.without_blocks(), engine.banks[engine.geometry.num_layers :], tables, engine.arena,
+        segments, state, words, kept,
     )  # fmt: skip

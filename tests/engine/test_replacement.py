@@ -16,10 +16,12 @@ from strata_jax.engine.engine import Engine
 from strata_jax.engine.moves import Mover
 from strata_jax.engine.replacement import Turn, kept_before, start_values, take_turn
 from strata_jax.engine.residency import Fill
+from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.session import Session
 from strata_jax.memory.ledger import Owner
 from strata_jax.policies.moves import MoveKind
 from strata_jax.policies.replacement import ExpertValues, counted, ranks_in_layer, replaced
+from strata_jax.sampling import Sampling
 from tests.engine.policy_runs import NUM_BLOCKS, NUM_EXPERTS, SMALL, Ask, Engines, Injected, Sink, start, tokens
 from tests.oracle.models import ModelStore
 
@@ -142,6 +144,23 @@ def test_a_table_that_the_device_cannot_have_made_is_refused(engine: Engine) -> 
     made[0, here], made[1, first] = table[1, first], table[0, here]
     with pytest.raises(ValueError, match=r"had expert \(\d, \d+\); the device gave it to \(\d, \d+\), of another"):
         residency.with_experts(made)
+
+
+def test_rounds_write_over_the_tables_of_those_before(engine: Engine) -> None:
+    """A GPU changes each recorded launch of which an address has moved."""
+    session, how = Session(engine), sampling_arrays(Sampling())
+    session.prefill(PROMPT)
+
+    def places() -> list[int]:
+        trees = (engine.arrays, engine.tables.slot_of, engine.values)
+        return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(trees)]
+
+    before, first = places(), np.asarray(engine.tables.slot_of).copy()
+    with engine.programs.rounds():
+        for window in ([7], [9], [11, 12]):
+            session._round(window, [], how, 0.5, 0)
+            assert places() == before
+    assert (np.asarray(engine.tables.slot_of) != first).any()
 
 
 def test_a_turn_by_kernels_is_a_turn_without(engine: Engine) -> None:
