@@ -15,7 +15,8 @@ import numpy as np
 from strata_jax.engine.agreement import check_agreement
 from strata_jax.engine.conversations import ConversationStore
 from strata_jax.engine.engine import Engine
-from strata_jax.engine.moves import MoveDone, Mover
+from strata_jax.engine.move_report import MoveDone
+from strata_jax.engine.moves import Mover
 from strata_jax.engine.prompt_cache import Match
 from strata_jax.engine.residency import Fill
 from strata_jax.memory.ledger import Owner

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from strata_jax.engine.engine import Engine
-from strata_jax.engine.moves import MoveDone
+from strata_jax.engine.move_report import MoveDone
 from strata_jax.engine.prompt_cache import (
     LiveConversation,
     Match,

@@ -18,8 +18,9 @@ import numpy as np
 
 from strata_jax.engine.cell_store import fetch_pages, spill_pages
 from strata_jax.engine.cell_window import slid
-from strata_jax.engine.engine import LEDGER_TOLERANCE_FRAC, Engine, bank_sharding, new_pages
+from strata_jax.engine.engine import Engine, bank_sharding, new_pages
 from strata_jax.engine.matrix import Matrix
+from strata_jax.engine.move_report import MoveDone, check_change, wait_for_change
 from strata_jax.engine.residency import Fill, PageMove, Residency
 from strata_jax.engine.session import Session
 from strata_jax.errors import ConfigError, DoesNotFit
@@ -27,35 +28,6 @@ from strata_jax.memory.ledger import MIB, Owner
 from strata_jax.policies.moves import MoveKind
 
 PAGES_PER_MOVE = 16  # K/V pages that one program moves
-RELEASE_S = 1.0  # in which the device's count has to show what a move has freed
-
-
-@dataclass(frozen=True, slots=True)
-class MoveDone:
-    """One move that was carried out.
-
-    Attributes:
-        bytes: what was copied; mapped, lent or freed where nothing was copied (``gb_s`` is None there).
-        count: slots, experts, cells or segments, as `kind` says.
-        gb_s: 10^9 bytes per second, copying alone.
-        device_change_bytes: by how much the device's own count of bytes in use has changed; None: it keeps none.
-    """
-
-    kind: MoveKind
-    owner: Owner
-    bytes: int
-    count: int
-    ms: float
-    gb_s: float | None
-    cause: str
-    device_change_bytes: int | None = None
-
-
-# what these moves do to the bytes that the allocator has handed out
-DEVICE_SIGNS = {
-    MoveKind.LEND: -1, MoveKind.GIVE_SEGMENT: -1, MoveKind.UNLOAD_HEAD: -1,
-    MoveKind.RETURN: 1, MoveKind.TAKE_SEGMENT: 1, MoveKind.LOAD_HEAD: 1,
-}  # fmt: skip
 
 
 @dataclass
@@ -333,10 +305,10 @@ class Mover:
             engine.stop_if_lost(kind, error)
             raise
         seconds = time.perf_counter() - job.started_s
-        change = _wait_for_change(engine, kind, job.bytes, in_use)
+        change = wait_for_change(engine, kind, job.bytes, in_use)
         if self.check:
             engine.check_tables()
-            _check_change(kind, job.bytes, change)
+            check_change(kind, job.bytes, change)
         rate = job.bytes / seconds / 1e9 if job.copied and seconds > 0 else None
         self.on_move(MoveDone(kind, owner, job.bytes, job.count, 1000 * seconds, rate, cause, change))
 
@@ -395,35 +367,6 @@ class Mover:
 
     def _wait(self) -> None:
         jax.block_until_ready((self.engine.arrays, self.engine.cell_store))
-
-
-def _wait_for_change(engine: Engine, kind: MoveKind, num_bytes: int, before: int | None) -> int | None:
-    """Return by how much the device's bytes in use have changed, once that fits the move or `RELEASE_S` have passed.
-
-    A copy may hold what it has read for a moment after its result is there.
-    """
-    until = time.perf_counter() + RELEASE_S
-    while True:
-        now = engine.bytes_in_use()
-        change = None if now is None or before is None else now - before
-        if _has_changed(kind, num_bytes, change) or time.perf_counter() > until:
-            return change
-        time.sleep(0.001)
-
-
-def _has_changed(kind: MoveKind, num_bytes: int, change: int | None) -> bool:
-    """Whether a move has freed or taken at least 99 % of what it says, as far as the device counts that.
-
-    More is no error: the allocator may hand out a whole hole for what nearly fills it.
-    """
-    sign = DEVICE_SIGNS.get(kind, 0)
-    return not sign or change is None or sign * change >= (1 - LEDGER_TOLERANCE_FRAC) * num_bytes
-
-
-def _check_change(kind: MoveKind, num_bytes: int, change: int | None) -> None:
-    """Verify a move with the device's own count. Raises RuntimeError: it has not changed as the move says."""
-    if not _has_changed(kind, num_bytes, change):
-        raise RuntimeError(f"{kind} of {num_bytes:,} bytes changed the device's bytes in use by {change:,}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Who computes an operation that has a kernel: Triton or the reference."""
+"""Who computes an operation that has a kernel: Triton, Mosaic or the reference."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import jax
 
 Result = TypeVar("Result")  # an array or a pytree of some
 
-BACKENDS = ("reference", "triton")
-
 
 def interprets() -> bool:
     """Say whether a kernel that is asked for runs in Pallas' interpreter: without a GPU, which only tests want."""
@@ -18,18 +16,24 @@ def interprets() -> bool:
 
 
 def on_backend(
-    backend: str | None, kernel: Callable[..., Result], plain: Callable[..., Result], *operands: Any
+    backend: str | None,
+    triton: Callable[..., Result],
+    plain: Callable[..., Result],
+    *operands: Any,
+    mosaic: Callable[..., Result] | None = None,
 ) -> Result:
-    """Call ``kernel`` or ``plain``.
+    """Call one of the functions.
 
     Args:
-        backend: ``"triton"`` or ``"reference"``; None = Triton on CUDA, the reference elsewhere.
+        backend: ``"reference"`` for ``plain``, ``"triton"``, ``"mosaic"`` where there is such a kernel; None = Mosaic,
+            or else Triton, on CUDA, the reference elsewhere.
 
     Raises:
         ValueError: `backend` is unknown.
     """
     if backend is None:
-        return jax.lax.platform_dependent(*operands, cuda=kernel, default=plain)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; known: {', '.join(BACKENDS)}")
-    return (kernel if backend == "triton" else plain)(*operands)
+        return jax.lax.platform_dependent(*operands, cuda=mosaic or triton, default=plain)
+    known = {"reference": plain, "triton": triton, **({} if mosaic is None else {"mosaic": mosaic})}
+    if backend not in known:
+        raise ValueError(f"backend={backend!r} is unknown; known: {', '.join(known)}")
+    return known[backend](*operands)

@@ -13,7 +13,7 @@ from strata_jax.engine import conversations, snapshots
 from strata_jax.engine.conversations import ConversationSettings, ConversationStore, Start
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.gdn import GdnState
-from strata_jax.engine.moves import MoveDone
+from strata_jax.engine.move_report import MoveDone
 from strata_jax.engine.session import Session
 from strata_jax.engine.snapshots import checkpoint_bytes, image_bytes, image_hash, state_hash
 from strata_jax.errors import ConfigError, DoesNotFit

@@ -19,7 +19,8 @@ import pytest
 from strata_jax.engine import attention, cell_store
 from strata_jax.engine.arena import CellLayout, CellStore
 from strata_jax.engine.engine import Engine
-from strata_jax.engine.moves import MoveDone, Mover
+from strata_jax.engine.move_report import MoveDone
+from strata_jax.engine.moves import Mover
 from strata_jax.engine.residency import first_residency
 from strata_jax.engine.runtime import Runtime
 from strata_jax.engine.session import RoundRecord, Session

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from strata_jax.engine.engine import Engine
-from strata_jax.engine.moves import MoveDone, Mover
+from strata_jax.engine.move_report import MoveDone
+from strata_jax.engine.moves import Mover
 from strata_jax.engine.residency import Fill
 from strata_jax.engine.session import Session
 from strata_jax.engine.snapshots import capture, roll_back, take_checkpoint
@@ -392,6 +393,20 @@ def test_a_move_is_checked_with_the_devices_own_count(pieces: Engine, monkeypatc
     monkeypatch.setattr(Engine, "bytes_in_use", lambda engine: kept)  # as if somebody held on to what was lent
     with pytest.raises(RuntimeError, match=r"lend of .* bytes changed the device's bytes in use by 0"):
         mover.lend(1)
+
+
+def test_a_count_that_comes_late_is_waited_for(pieces: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[MoveDone] = []
+    mover, counts = Mover(pieces, on_move=done.append, check=True), list[int]()
+
+    def count(engine: Engine) -> int:
+        counts.append(live_bytes() if len(counts) in (0, 4) else counts[0])
+        return counts[-1]
+
+    monkeypatch.setattr(Engine, "bytes_in_use", count)
+    mover.lend(2)
+    assert len(counts) == 5
+    assert done[0].device_change_bytes == -done[0].bytes
 
 
 def bytes_of(engine: Engine, slot: int) -> np.ndarray:

@@ -73,17 +73,21 @@ def grouped_swiglu(
     parts = PlanePart(layout.gate, layout.firsts[0]), PlanePart(layout.up, layout.firsts[1])
     _check(layout, layout.gate, words, u.shape[1], token_of.shape[0], out, blocks.swiglu.rows)
 
-    def kernel() -> jax.Array:
-        if (ring := _ring(backend, blocks, parts, interpret)) is not None:
-            from strata_jax.kernels.grouped_matmul import mosaic
-
-            return mosaic.swiglu(u, token_of, tiles, words, lines, parts, out, ring)
+    def on_triton() -> jax.Array:
         return triton.swiglu(u, token_of, tiles, words, lines, parts, out, blocks, interpret)
 
-    def plain() -> jax.Array:
+    def on_mosaic() -> jax.Array:
+        ring = _ring(blocks, parts, interpret)
+        if ring is None:
+            return on_triton()
+        from strata_jax.kernels.grouped_matmul import mosaic
+
+        return mosaic.swiglu(u, token_of, tiles, words, lines, parts, out, ring)
+
+    def in_jnp() -> jax.Array:
         return reference.swiglu(u, token_of, tiles, words, lines, parts, out, blocks.rows)
 
-    return on_backend("triton" if backend == "mosaic" else backend, kernel, plain)
+    return on_backend(backend, on_triton, in_jnp, mosaic=on_mosaic)
 
 
 def grouped_down(
@@ -108,17 +112,21 @@ def grouped_down(
     part = PlanePart(layout.down, layout.firsts[2])
     _check(layout, layout.down, words, h.shape[1], h.shape[0], out, blocks.down.rows)
 
-    def kernel() -> jax.Array:
-        if (ring := _ring(backend, blocks, (part,), interpret)) is not None:
-            from strata_jax.kernels.grouped_matmul import mosaic
-
-            return mosaic.down(h, tiles, words, lines, part, out, ring)
+    def on_triton() -> jax.Array:
         return triton.down(h, tiles, words, lines, part, out, blocks, interpret)
 
-    def plain() -> jax.Array:
+    def on_mosaic() -> jax.Array:
+        ring = _ring(blocks, (part,), interpret)
+        if ring is None:
+            return on_triton()
+        from strata_jax.kernels.grouped_matmul import mosaic
+
+        return mosaic.down(h, tiles, words, lines, part, out, ring)
+
+    def in_jnp() -> jax.Array:
         return reference.down(h, tiles, words, lines, part, out, blocks.rows)
 
-    return on_backend("triton" if backend == "mosaic" else backend, kernel, plain)
+    return on_backend(backend, on_triton, in_jnp, mosaic=on_mosaic)
 
 
 def combine(y: jax.Array, pairs: SortedPairs, weights: jax.Array) -> jax.Array:
@@ -134,9 +142,9 @@ def combine(y: jax.Array, pairs: SortedPairs, weights: jax.Array) -> jax.Array:
     return total
 
 
-def _ring(backend: str | None, blocks: Blocks, parts: tuple[PlanePart, ...], interpret: bool) -> RingBlocks | None:
+def _ring(blocks: Blocks, parts: tuple[PlanePart, ...], interpret: bool) -> RingBlocks | None:
     """Return how Mosaic cuts these products, None = Triton does them."""
-    if backend == "triton" or blocks.rings is None or interpret:
+    if blocks.rings is None or interpret:
         return None
     from strata_jax.kernels.grouped_matmul import mosaic  # not with every version of JAX
 
