@@ -52,6 +52,7 @@ from strata_jax.synthetic.full import NOTE, SyntheticModel
 from strata_jax.workloads import Request
 
 SHORT_READS = (1, 16, 64)  # fresh tokens
+FIRST_ROUNDS = 8  # of the reading that is not timed
 BORROW = "prefill.borrow=true"
 
 
@@ -291,10 +292,12 @@ class Comparison:
             "layout_s": time.perf_counter() - before, "compile_s": engine.programs.compile_s,
         }  # fmt: skip
         for length in self.effect.prompts:
-            # the first has programs that only moves need still to compile
+            # the first has programs that only moves need still to compile, and shows what prompts use: short, not timed
             for reading in ("first", "again") if pair == 0 else ("again",):
-                tokens = topic_of(self.source, length, seed=10 * pair + (reading == "again"))  # another topic each time
-                self.request(runtime, engine, tokens, events, settings | {"reading": reading, "tokens": length})
+                seed = 10 * pair + (reading == "again")  # another topic each time
+                num = length if reading == "again" else min(length, 2 * made.chunk_tokens)
+                tokens = topic_of(self.source, num, seed=seed)
+                self.request(runtime, engine, tokens, events, settings | {"reading": reading, "tokens": num})
         loaded.weights = engine.weights
 
     def request(self, runtime: Any, engine: Any, tokens: list[int], events: Events, settings: dict[str, Any]) -> None:
@@ -303,14 +306,15 @@ class Comparison:
         began = time.perf_counter()
         reading = runtime.read(tokens, name=name, conversation=name, output_tokens=self.o.rounds)
         read_s = time.perf_counter() - began
-        forced, rounds = self.effect.forced, []
+        limit = FIRST_ROUNDS if settings["reading"] == "first" else None
+        forced, num_rounds = (min(num, limit or num) for num in (self.effect.forced, self.o.rounds))
         if forced:
             text, following = [], self.source.next_tokens()
             for _ in range(forced):
                 text.append(int(following[(text or tokens)[-1]]))
             rounds = [record for record, _ in runtime.force(reading, text)]
         else:
-            rounds = list(runtime.decode(reading, max_tokens=self.o.rounds, stop_ids=frozenset(), min_p=0.0))
+            rounds = list(runtime.decode(reading, max_tokens=num_rounds, stop_ids=frozenset(), min_p=0.0))
         runtime.finish(reading)
         took = sum(r.seconds for r in rounds)
         row = {
