@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,18 +41,21 @@ def test_a_report_is_read_as_it_was_written(kept: int, good: int) -> None:
     assert read_report(words, 4) == expected
 
 
-def test_a_round_takes_two_arrays_of_the_host_once(
+def test_a_round_takes_two_arrays_of_the_host_once_and_leaves_its_report_there(
     models: ModelStore, load_engine: LoadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_engine(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=2)
-    session, seen = Session(engine), list[list[tuple[int, ...]]]()
+    session, seen, reports = Session(engine), list[list[tuple[int, ...]]](), list[str]()
     logits = session.prefill(list(range(40)))
     call, put = engine.programs._call, jax.device_put
 
     def called(key: tuple, f: object, args: tuple, *how: object) -> object:
         if key[0] in ("decode", "decode end"):
             seen.append([x.shape for x in jax.tree.leaves(args) if not isinstance(x, jax.Array)])
-        return call(key, f, args, *how)
+        result: Any = call(key, f, args, *how)
+        if key[0] == "decode end":
+            reports.append(result[2].report.sharding.memory_kind)
+        return result
 
     def was_put(x: object, *where: object) -> object:
         if hosts := [leaf.shape for leaf in jax.tree.leaves(x) if isinstance(leaf, np.ndarray)]:
@@ -67,3 +71,4 @@ def test_a_round_takes_two_arrays_of_the_host_once(
     num_parts = len(rounds.parts_of(engine.geometry.num_layers))
     assert num_parts > 1
     assert seen == [[(7,), rows.shape], *[[]] * (num_parts + 1)] * 3
+    assert reports == ["pinned_host"] * 3
