@@ -6,7 +6,7 @@ import gc
 import os
 import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -57,6 +57,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.cpu)
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_objects() -> Iterator[None]:
+    """What a file leaves (JAX keeps programs and what it traced) is not looked through again.
+
+    It took seconds whenever a later file counted the bytes of live arrays.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -77,7 +77,7 @@ def test_engines_of_a_test_file_share_programs_while_the_package_is_as_imported(
 
     assert (traces(), traces()) == (1, 1)
     with monkeypatch.context() as patched:
-        patched.setattr(program_store, "NOT_KEPT", "something else")
+        patched.setattr(program_store, "MOST_BYTES", "something else")
         assert traces() == 2
     assert traces() == 2
 
