@@ -28,7 +28,6 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -60,6 +59,7 @@ from bench.policy_matrix_cases import (
 )
 from strata_jax.config.schema import Platform, RunConfig
 from strata_jax.errors import ConfigError
+from strata_jax.files import replaced_on_success
 from strata_jax.hardware import cpu_model
 from strata_jax.memory.ledger import Memory, Phase
 from strata_jax.memory.plan import plan
@@ -307,9 +307,8 @@ def source_digest() -> str:
 def keep(path: Path, value: Row) -> None:
     """Write a file that is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps(value))
-    scratch.replace(path)
+    with replaced_on_success(path) as scratch:
+        scratch.write_text(json.dumps(value))
 
 
 if __name__ == "__main__":

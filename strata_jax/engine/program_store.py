@@ -207,17 +207,18 @@ def _described(x: Any) -> Any:
         code, cells = inner.__code__, [cell.cell_contents for cell in inner.__closure__ or ()]
         fixed = _fixed(cells), _fixed(inner.__defaults__), _fixed(inner.__kwdefaults__)
         return inner.__module__, inner.__qualname__, code.co_firstlineno, code.co_code, fixed
-    leaves, tree = jax.tree.flatten(x, is_leaf=callable)
-    return tree, [_described(leaf) if callable(leaf) else _leaf(leaf) for leaf in leaves]
+    return _each(x, _leaf)
 
 
 def _fixed(x: Any) -> Any:
     """As `_described`, arrays by their values: what a program has inside."""
+    return _each(x, lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf)
+
+
+def _each(x: Any, describe: Callable[[Any], Any]) -> Any:
+    """The structure of a value and its leaves, described; what can be called is described as everywhere."""
     leaves, tree = jax.tree.flatten(x, is_leaf=callable)
-    return tree, [
-        _described(leaf) if callable(leaf) else np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
-        for leaf in leaves
-    ]
+    return tree, [_described(leaf) if callable(leaf) else describe(leaf) for leaf in leaves]
 
 
 def _leaf(x: Any) -> Any:

@@ -321,15 +321,15 @@ class Programs:
         self, f: Callable, args: tuple, donate: tuple[int, ...], out_shardings: jax.sharding.Sharding | None
     ) -> Any:
         with _LOWERING, warnings.catch_warnings():
-            # a donation that cannot be used means a second copy of the state
-            # the backend that the kernels are written for; docs/engine.md says what follows it
+            # the backend that the kernels are written for; docs/kernels.md says what follows it
             warnings.filterwarnings("ignore", message=".*Pallas Triton backend is deprecated.*")
+            # a donation that cannot be used means a second copy of the state
             warnings.filterwarnings("error", message=".*donated buffers were not usable.*")
-            # what is taken over but not read keeps its place in memory all the same: what a GPU has recorded of a round
-            # has the addresses of that round. And a text says what all arguments are (`program_store.py`)
             # a function of its own: JAX keeps what it has compiled of one, which may have come from its cache on disk
             # and then cannot be stored (`program_store.py`)
             own = partial(f)
+            # what is taken over but not read keeps its place in memory all the same: what a GPU has recorded of a round
+            # has the addresses of that round. And a text says what all arguments are (`program_store.py`)
             jitted = jax.jit(own, donate_argnums=donate, keep_unused=True, out_shardings=out_shardings)
             return jitted.lower(*args)
 

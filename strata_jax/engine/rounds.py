@@ -47,7 +47,8 @@ class StartedRound:
 
 def parts_of(num_layers: int) -> list[tuple[int, int]]:
     """The first block of each part and the one after its last; a small model is one part."""
-    size, ends = min(FIRST_BLOCKS, PART_BLOCKS) if num_layers > PART_BLOCKS else num_layers, [0]
+    size = num_layers if num_layers <= PART_BLOCKS else min(FIRST_BLOCKS, PART_BLOCKS)
+    ends = [0]
     while ends[-1] < num_layers:
         ends.append(min(ends[-1] + size, num_layers))
         size = min(2 * size, PART_BLOCKS)

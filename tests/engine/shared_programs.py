@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from strata_jax.engine.program_store import ProgramStore, StoredProgram
 
 _MISSING = object()
@@ -23,23 +21,20 @@ class SharedPrograms(ProgramStore):
 
     def __init__(self) -> None:
         super().__init__(Path())
-        self.made: dict[str, tuple[Any, Any]] = {}
+        self.made: dict[str, Any] = {}
         self.as_imported: dict[str, dict[str, Any]] = {}
 
     def name(self, f: Callable, args: tuple, donate: tuple[int, ...], out_shardings: Any) -> str:
         return "" if self._patched() else super().name(f, args, donate, out_shardings)
 
     def find(self, name: str, args: tuple) -> StoredProgram | None:
-        if name not in self.made:
-            return None
-        shapes, program = self.made[name]
-        return StoredProgram(shapes, lambda: program)
+        program = self.made.get(name)
+        return None if program is None else StoredProgram(program.out_info, lambda: program)
 
     def compile(self, name: str, lowered: Any, args: tuple) -> Any:
         program = lowered.compile()
         if name:
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
-            self.made[name] = shapes, program
+            self.made[name] = program
         return program
 
     def _patched(self) -> bool:
