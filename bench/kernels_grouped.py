@@ -37,8 +37,9 @@ from kernels_expert_gemv import matrix_of
 from strata_jax.kernels.expert_gemv import ExpertLayout, LaunchBlocks, expert_layout
 from strata_jax.kernels.grouped_matmul import (
     Blocks,
+    Source,
     TileMap,
-    arena_lines,
+    arena_sources,
     choose_blocks,
     combine,
     grouped_down,
@@ -255,8 +256,8 @@ def submit(op: str, layout: ExpertLayout, chunk: Chunk, blocks: Blocks, words: A
         out: jax.Array, x: jax.Array, token_of: jax.Array, tiles: TileMap, words: jax.Array, lines: jax.Array
     ) -> jax.Array:
         if op == "swiglu":
-            return grouped_swiglu(x, token_of, tiles, words, lines, layout, out, blocks)
-        return grouped_down(x, tiles, words, lines, layout, out, blocks)
+            return grouped_swiglu(x, token_of, tiles, [Source(words, lines)], layout, out, blocks)
+        return grouped_down(x, tiles, [Source(words, lines)], layout, out, blocks)
 
     lines = jax.ShapeDtypeStruct(chunk.counts.shape, jnp.int32)
     words, shardings = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=host), None
@@ -353,9 +354,9 @@ def submit_layer(layer: Layer, chunk: Chunk, blocks: Blocks) -> Future[Any]:
         pairs = sort_pairs(ids, NUM_EXPERTS, blocks.rows)
         tiles = tile_map(pairs, blocks.rows)
         h = jnp.zeros((pairs.token_of.shape[0], EXPERT_WIDTH), jnp.bfloat16)
-        h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, layer.layout, h, blocks)
+        h = grouped_swiglu(u, pairs.token_of, tiles, [Source(words, lines)], layer.layout, h, blocks)
         y = jnp.zeros((pairs.token_of.shape[0], WIDTH), jnp.float32)
-        y = grouped_down(h, tiles, words, lines, layer.layout, y, blocks)
+        y = grouped_down(h, tiles, [Source(words, lines)], layer.layout, y, blocks)
         return combine(y, pairs, weights)
 
     return start(fn, chunk.u, chunk.ids, jnp.ones(chunk.ids.shape), layer.words, layer.lines)
@@ -482,7 +483,7 @@ def run_arena(
     pages: jax.Array,
 ) -> None:
     out, x = start_values(op, chunk)
-    for array, lines, future in zip(arrays, arena_lines(arrays, pages), futures):
+    for (array, lines), future in zip(arena_sources(arrays, pages), futures):
         out = wait(future)(out, x, chunk.pairs.token_of, chunk.tiles(blocks), array, lines)
     error = error_of(op, layer, chunk, x, out)
     record(op=f"check {op} in an arena", blocks=tag(op, blocks), experts=len(chunk.rows), core_words=arrays[0].size,

@@ -132,7 +132,8 @@ class _Blocks:
         programs, bank, stage, asked = self.engine.programs, self.engine.banks[layer], self.stage, found.experts
         assert isinstance(bank.layout, ExpertLayout)
         stage.go_on()
-        rows = programs.start_experts(bank.layout, arena, self.engine.segments, asked)
+        blobs = bank.blobs if stage.in_place(layer, self.count) else None
+        rows = programs.start_experts(bank.layout, arena, self.engine.segments, asked, blobs)
         for words, lines in stage.groups(layer, self.count, used.uses, self._following(layer)):
             rows, left = programs.add_experts(bank.layout, rows, asked, words, lines)
             stage.started(left)
@@ -188,10 +189,12 @@ def with_shapes(engine: Engine, num_lent: int = 0) -> Engine:
 def _compile_chunk(engine: Engine, bucket: int) -> None:
     state: Any = jax.eval_shape(engine.empty_state)
     ids = np.zeros(bucket, np.int32)
-    stage: Stage | None = None
+    stages: list[Stage | None] = [None]
     if bucket in engine.plan.staged_buckets:
-        stage = StageShapes(buffer_lines(engine.plan.stage_bytes), engine.banks)
-    read_chunk(engine, state, ids, engine.ple_rows([], [0], bucket), 0, 1, stage)
+        lines = buffer_lines(engine.plan.stage_bytes)
+        stages = [StageShapes(lines, engine.banks, all_in_place) for all_in_place in (False, True)]
+    for stage in stages:
+        read_chunk(engine, state, ids, engine.ple_rows([], [0], bucket), 0, 1, stage)
 
 
 def compile_rounds(engine: Engine, min_p: float = 0.0) -> None:

@@ -20,6 +20,7 @@ from strata_jax.engine import ple
 from strata_jax.engine.arena import Segments, Tables
 from strata_jax.engine.attention import IndexState
 from strata_jax.engine.experts import ExpertCounts, LayerBank, no_counts
+from strata_jax.engine.mailbox import on_device
 from strata_jax.engine.matrix import Matrix
 from strata_jax.engine.model import (
     BlocksRead,
@@ -77,17 +78,20 @@ def round_part(
     *,
     first: int,
     spec: ModelSpec,
-) -> tuple[jax.Array, jax.Array, BlocksRead, Keys, Kept | None]:
+) -> tuple[jax.Array, jax.Array, BlocksRead, Keys, Kept | None, jax.Array | None]:
     """Run some trunk blocks of a round, from the ``first`` on: `trunk`; the index keys of blocks are written in place,
-    for those of rejected tokens are written again, and come apart from the rest.
+    for those of rejected tokens are written again, and come apart from the rest. The first part also returns the words
+    for the other ones.
 
     Args:
         embedding: starts the streams, in the first part. streams: f32[T, C, E], of the part before in the others.
         states: without index keys. keys: of each block, None where it has none.
-        words: i32[3 + 2 T], the window (see `Asked`).
+        words: i32[3 + 2 T], the window (see `Asked`), in host memory in the first part. ple_rows: there, too.
         kept: what replacement has changed so far, in place of the segments and of the table of slots.
     """
-    window = asked(words)
+    ple_rows = None if ple_rows is None else on_device(ple_rows)
+    copied = on_device(words) if streams is None else None
+    window = asked(words if copied is None else copied)
     if streams is None:
         assert embedding is not None
         streams = start_streams(embedding, window.tokens, spec.geometry)
@@ -96,7 +100,7 @@ def round_part(
         window.num_real, spec, kept, first=first,
     )  # fmt: skip
     after, keys = without_keys(read.after)
-    return streams, arena, replace(read, after=after), keys, kept
+    return streams, arena, replace(read, after=after), keys, kept, copied
 
 
 def without_keys(states: tuple[Any, ...]) -> tuple[tuple[Any, ...], Keys]:

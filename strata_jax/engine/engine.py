@@ -18,6 +18,7 @@ from strata_jax.engine.chunk import compile_programs
 from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.load import load_model
+from strata_jax.engine.mailbox import Mailbox
 from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix
 from strata_jax.engine.model import ModelSpec, State, Weights
 from strata_jax.engine.program_store import ProgramStore, Unstored
@@ -56,6 +57,7 @@ class Engine:
         values: what experts are worth, where rounds keep residency up; None: they do not.
         behind: rounds have changed residents on the device since the host read them.
         staging: what copies experts ahead of prompt chunks; None: nothing does.
+        mailbox: what rounds are told.
     """
 
     file: WeightSource
@@ -76,6 +78,7 @@ class Engine:
     values: UseValues | None = None
     behind: bool = False
     staging: Staging | None = None
+    mailbox: Mailbox = field(default_factory=Mailbox)
 
     @classmethod
     def load(

@@ -12,15 +12,15 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from strata_jax.kernels import backend
 from strata_jax.kernels.expert_gemv import ExpertLayout, input_rows, planned_gemv
 from strata_jax.kernels.grouped_matmul import (
     Blocks,
     SortedPairs,
+    Source,
     TileMap,
-    arena_lines,
+    arena_sources,
     choose_blocks,
     combine,
     grouped_down,
@@ -80,25 +80,31 @@ class ExpertRows:
 
 
 def start_rows(
-    u: jax.Array, ids: jax.Array, arrays: tuple[jax.Array, ...], pages: jax.Array, layout: ExpertLayout
+    u: jax.Array,
+    ids: jax.Array,
+    arrays: tuple[jax.Array, ...],
+    pages: jax.Array,
+    layout: ExpertLayout,
+    bank: jax.Array | None = None,
 ) -> ExpertRows:
     """Sort the pairs of a chunk and add what is resident; operands of the products are bfloat16.
 
     Args:
         u: f32[T, E]. ids: i32[T, K], X = none.
         arrays: the arena's core and its segments; pages: i32[X], as of `expert_gemv`.
+        bank: u32[X, blob_words], from which the others are added; None: they are left.
     """
-    return _start(u, ids, arrays, pages, layout=layout, interpret=backend.interprets())
+    return _start(u, ids, arrays, pages, bank, layout=layout, interpret=backend.interprets())
 
 
 def add_rows(rows: ExpertRows, u: jax.Array, words: jax.Array, lines: jax.Array, layout: ExpertLayout) -> ExpertRows:
-    """Add experts that are left and lie in one array: a staging buffer, say, or the bank, read where it lies.
+    """Add experts that are left and lie in one array, a staging buffer say.
 
     Args:
         u: f32[T, E].
         words: u32[lines, words_per_line]. lines: i32[X], where each expert starts, -1 = it is not there.
     """
-    return _add(rows, u, words, lines, layout=layout, interpret=backend.interprets())
+    return _add(rows, u, (Source(words, lines),), layout=layout, interpret=backend.interprets())
 
 
 def sum_rows(rows: ExpertRows, weights: jax.Array) -> jax.Array:
@@ -111,11 +117,6 @@ def count_left(rows: ExpertRows) -> jax.Array:
     return jnp.sum(rows.left & (rows.pairs.count > 0), dtype=jnp.int32)
 
 
-def bank_lines(num_experts: int) -> np.ndarray:
-    """Where experts start in a bank u32[X, blob_words]: i32[X]."""
-    return np.arange(num_experts, dtype=np.int32)
-
-
 def chunk(
     u: jax.Array,
     ids: jax.Array,
@@ -126,8 +127,7 @@ def chunk(
     layout: ExpertLayout,
 ) -> jax.Array:
     """Many tokens at once, from the arena and from the bank u32[X, blob_words]: f32[T, E]."""
-    rows = start_rows(u, ids, arrays, pages, layout)
-    return sum_rows(add_rows(rows, u, bank, jnp.asarray(bank_lines(bank.shape[0])), layout), weights)
+    return sum_rows(start_rows(u, ids, arrays, pages, layout, bank), weights)
 
 
 @partial(jax.jit, static_argnames=("num_used", "layout", "interpret"))
@@ -170,6 +170,7 @@ def _start(
     ids: jax.Array,
     arrays: tuple[jax.Array, ...],
     pages: jax.Array,
+    bank: jax.Array | None,
     *,
     layout: ExpertLayout,
     interpret: bool,
@@ -179,24 +180,28 @@ def _start(
     pairs = sort_pairs(ids, num_experts, blocks.rows)
     h, y = (jax.lax.empty((num_pairs + blocks.rows, m.rows), jnp.bfloat16) for m in (layout.gate, layout.down))
     rows = ExpertRows(pairs, tile_map(pairs, blocks.rows), h, y, jnp.ones(num_experts, bool))
-    for words, lines in zip(arrays, arena_lines(arrays, pages), strict=True):
-        rows = _add(rows, u, words, lines, layout=layout, interpret=interpret)
-    return rows
+    sources = arena_sources(arrays, pages)
+    if bank is not None:
+        sources.append(Source(bank, jnp.where(pages < 0, jnp.arange(num_experts, dtype=jnp.int32), -1)))
+    return _add(rows, u, tuple(sources), layout=layout, interpret=interpret)
 
 
 @partial(jax.jit, static_argnames=("layout", "interpret"))
 def _add(
-    rows: ExpertRows, u: jax.Array, words: jax.Array, lines: jax.Array, *, layout: ExpertLayout, interpret: bool
+    rows: ExpertRows, u: jax.Array, sources: tuple[Source, ...], *, layout: ExpertLayout, interpret: bool
 ) -> ExpertRows:
-    """Experts of one array are computed by one launch of each product, which writes their rows in place."""
+    """The experts of the sources that are left are computed; the products write their rows in place."""
     blocks = _blocks(rows.pairs.row_of.size, rows.left.shape[0], layout)
-    lines = jnp.where(rows.left, lines, -1)
+    sources = tuple(source._replace(lines=jnp.where(rows.left, source.lines, -1)) for source in sources)
     h = grouped_swiglu(
-        u.astype(jnp.bfloat16), rows.pairs.token_of, rows.tiles, words, lines, layout, rows.h, blocks,
-        backend="mosaic", interpret=interpret,
+        u.astype(jnp.bfloat16), rows.pairs.token_of, rows.tiles, sources, layout, rows.h, blocks, backend="mosaic",
+        interpret=interpret,
     )  # fmt: skip
-    y = grouped_down(h, rows.tiles, words, lines, layout, rows.y, blocks, backend="mosaic", interpret=interpret)
-    return replace(rows, h=h, y=y, left=rows.left & (lines < 0))
+    y = grouped_down(h, rows.tiles, sources, layout, rows.y, blocks, backend="mosaic", interpret=interpret)
+    left = rows.left
+    for source in sources:
+        left &= source.lines < 0
+    return replace(rows, h=h, y=y, left=left)
 
 
 def _blocks(num_pairs: int, num_experts: int, layout: ExpertLayout) -> Blocks:

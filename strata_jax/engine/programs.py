@@ -110,11 +110,12 @@ class Programs:
         return self.call(key, partial(_attention_chunk, spec=self.spec), args, ("arena", "streams", "state"))
 
     def start_experts(
-        self, layout: ExpertLayout, arena: jax.Array, segments: Segments, asked: OpenExperts
+        self, layout: ExpertLayout, arena: jax.Array, segments: Segments, asked: OpenExperts, bank: jax.Array | None
     ) -> ExpertRows:
-        """The rows of a chunk's experts, those of the arena computed."""
-        key = _key("experts", *self._experts_key(layout, asked), segments=segments)
-        return self.call(key, partial(_start_experts, layout=layout), (arena, segments, asked))
+        """The rows of a chunk's experts, those of the arena computed and, given the bank's words, the others."""
+        kind = "experts" if bank is None else "experts in place"
+        key = _key(kind, *self._experts_key(layout, asked), segments=segments)
+        return self.call(key, partial(_start_experts, layout=layout), (arena, segments, asked, bank))
 
     def add_experts(
         self, layout: ExpertLayout, rows: ExpertRows, asked: OpenExperts, words: jax.Array, lines: Any
@@ -172,14 +173,18 @@ class Programs:
         donate = ("arena", "state") if kept is None else ("arena", "state", "kept")
         return self.call(key, f, args, donate)
 
-    def round_part(self, first: int, *args: Any) -> tuple[jax.Array, jax.Array, BlocksRead, Keys, Kept | None]:
+    def round_part(
+        self, first: int, *args: Any
+    ) -> tuple[jax.Array, jax.Array, BlocksRead, Keys, Kept | None, jax.Array | None]:
         """`decode.round_part`; what replacement has changed is the last argument, with the segments."""
         f = partial(round_part, first=first, spec=self.spec)
         kept = args[-1]
         segments = args[5] if kept is None else kept.segments
         part = ("decode", num_window_rows(args[9]), first, len(args[1]))
         donate = ("arena", "keys") if kept is None else ("arena", "keys", "kept")
-        return self._in_place(part, _key(*part, segments=segments), f, args, donate, lambda out: (out[0], out[2]))
+        return self._in_place(
+            part, _key(*part, segments=segments), f, args, donate, lambda out: (out[0], out[2], out[5])
+        )
 
     def round_end(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round, Kept | None]:
         """`decode.round_end`; what replacement has changed is the last argument, with the segments."""
@@ -429,8 +434,10 @@ def _attention_chunk(
     return streams, arena, advance_block(state, after, count), counts
 
 
-def _start_experts(arena: jax.Array, segments: Segments, asked: OpenExperts, *, layout: ExpertLayout) -> ExpertRows:
-    return start_rows(asked.u, asked.ids, (arena, *segments), asked.pages, layout)
+def _start_experts(
+    arena: jax.Array, segments: Segments, asked: OpenExperts, bank: jax.Array | None, *, layout: ExpertLayout
+) -> ExpertRows:
+    return start_rows(asked.u, asked.ids, (arena, *segments), asked.pages, layout, bank)
 
 
 def _add_experts(

@@ -34,15 +34,12 @@ class StartedRound:
 
     Attributes:
         arena: its core. state: after the kept tokens. kept: what replacement has changed.
-        inputs: of the host, to be held until it has read the report: given back before, their memory comes free when
-            the GPU gets there, and those of the next round are put elsewhere (see `Programs.places`).
     """
 
     arena: jax.Array
     state: State
     found: Round
     kept: Kept | None
-    inputs: tuple[jax.Array, jax.Array | None]
 
 
 def parts_of(num_layers: int) -> list[tuple[int, int]]:
@@ -58,12 +55,13 @@ def parts_of(num_layers: int) -> list[tuple[int, int]]:
 def run_round(
     engine: Engine, state: State, words: np.ndarray, ple_rows: np.ndarray | None, how: SamplingArrays, num_drafts: int
 ) -> StartedRound:
-    """Start a round of the window in ``words`` (see `window_words`).
+    """Start a round of the window in ``words`` (see `window_words`), when the report of the one before has been read.
 
     Arena, state and what replacement has are used up.
     """
     programs, weights, g = engine.programs, engine.weights, engine.geometry
-    window, rows = jax.device_put((words, ple_rows))
+    window = engine.mailbox.put("window", words)
+    rows = None if ple_rows is None else engine.mailbox.put("n-gram rows", ple_rows)
     arena, streams = engine.arena, None
     tables, segments, kept = engine.round_tables()
     states, written, parts = list[Any](), list[jax.Array | None](), list[BlocksRead]()
@@ -72,10 +70,11 @@ def run_round(
         reads_table = g.ple_layer is not None and first <= g.ple_layer < end
         table: tuple[Any, Any] = (rows, state.ple_history) if reads_table else (None, None)
         bare, keys = without_keys(state.blocks[here])
-        streams, arena, read, new_keys, kept = programs.round_part(
+        streams, arena, read, new_keys, kept, copied = programs.round_part(
             first, None if first else weights.embed, weights.blocks[here], engine.banks[here], tables, arena, segments,
             bare, keys, streams, window, *table, kept,
         )  # fmt: skip
+        window = window if copied is None else copied
         parts.append(read)
         states += bare
         written += new_keys
@@ -84,7 +83,7 @@ def run_round(
         replace(state, blocks=tuple(states)), streams, window, tuple(parts), how, kept,
     )  # fmt: skip
     state = replace(state, blocks=with_keys(state.blocks, tuple(written)))
-    return StartedRound(arena, state, found, kept, (window, rows))
+    return StartedRound(arena, state, found, kept)
 
 
 def start_drafts(

@@ -5,7 +5,7 @@ each group computes its experts (`experts.OpenExperts`); the next copies go to a
 read it is done. The likeliest experts of a block fill the buffers while the block before is computed and this one is
 routed; the host waits for the routing, and then copies what is needed and not there. So no byte is copied that is not
 used, but for some of the first groups, and the link has a pause only while both buffers wait for the routing. A block
-that is expected to miss little is not waited for: one program reads all that it misses where it lies.
+that is expected to miss little is not waited for: the program that computes residents reads the others where they lie.
 Sizes and choices: ``memory/staging.py``.
 """
 
@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_jax.engine.expert_kernels import bank_lines
 from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.host_copies import HostCopies, Run, address, host_copies
 from strata_jax.errors import ConfigError
@@ -92,8 +91,8 @@ class Group(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """Experts that can be computed: words u32[lines, words_per_line], of a buffer that a group has arrived in or of the
-    bank, and the line where each expert starts i32[X], -1 = elsewhere."""
+    """Experts that can be computed: words u32[lines, words_per_line] of a buffer that a group has arrived in, and the
+    line where each expert starts i32[X], -1 = elsewhere."""
 
     words: jax.Array
     lines: NDArray[np.int32]
@@ -102,10 +101,14 @@ class Staged(NamedTuple):
 class Stage(Protocol):
     """What a chunk asks for each block whose experts kernels compute."""
 
+    def in_place(self, layer: int, num_tokens: int) -> bool:
+        """Whether the block's missing experts are read where they lie, by the program that computes the others."""
+
     def groups(
         self, layer: int, num_tokens: int, uses: jax.Array, following: tuple[int, int] | None
     ) -> Iterator[Staged]:
         """Give the groups of a block, each when it has arrived; its program is to be started before the next step.
+        There are none where experts are read in place.
 
         Args:
             uses: i32[X] of the block's routing, how often each expert is used; waited for if experts are copied.
@@ -137,24 +140,25 @@ class Stager:
     _queue: deque[Group] = field(default_factory=deque, init=False)
     _under_way: deque[tuple[int, Group]] = field(default_factory=deque, init=False)
     _readers: list[Any] = field(default_factory=lambda: [None] * NUM_BUFFERS, init=False)
-    _taken: int | None = field(default=None, init=False)  # the buffer of the last group; None: it is none's
+    _taken: int | None = field(default=None, init=False)  # the buffer of the last group
     _turn: int = field(default=0, init=False)
+
+    def in_place(self, layer: int, num_tokens: int) -> bool:
+        if self._ahead != layer:
+            self._copy_ahead(layer, num_tokens)
+        return self._in_place
 
     def groups(
         self, layer: int, num_tokens: int, uses: jax.Array, following: tuple[int, int] | None
     ) -> Iterator[Staged]:
-        if self._ahead != layer:
-            self._copy_ahead(layer, num_tokens)
-        self._ahead, missing = None, ~self.engine.residency.resident(layer)
-        if self._in_place:
+        in_place = self.in_place(layer, num_tokens)
+        self._ahead = None
+        if in_place:
             if following is not None:
                 self._copy_ahead(*following)
             self.go_on()
-            self._taken = None
-            if missing.any():
-                yield in_place(self.engine.banks[layer])
             return
-        needed = missing & (self._wait_for(uses) > 0)
+        needed = ~self.engine.residency.resident(layer) & (self._wait_for(uses) > 0)
         self._queue.clear()  # guesses that nothing has been copied of
         for _, group in self._under_way:
             needed[group.experts] = False
@@ -167,8 +171,8 @@ class Stager:
         self.go_on()
 
     def started(self, result: Any) -> None:
-        if self._taken is not None:
-            self._readers[self._taken] = result
+        assert self._taken is not None
+        self._readers[self._taken] = result
         self.go_on()
 
     def go_on(self) -> None:
@@ -250,17 +254,21 @@ class Stager:
 
 @dataclass(frozen=True)
 class StageShapes:
-    """What a block is given by its shapes alone, to compile programs."""
+    """What a block is given by its shapes alone, to compile programs: those that read experts in place, or groups."""
 
     num_lines: int
     banks: Sequence[LayerBank]
+    all_in_place: bool
+
+    def in_place(self, layer: int, num_tokens: int) -> bool:
+        return self.all_in_place
 
     def groups(
         self, layer: int, num_tokens: int, uses: jax.Array, following: tuple[int, int] | None
     ) -> Iterator[Staged]:
         words: Any = jax.ShapeDtypeStruct((self.num_lines, LINE_WORDS), jnp.uint32)
-        yield in_place(self.banks[layer])
-        yield Staged(words, np.full(self.banks[layer].blobs.shape[0], -1, np.int32))
+        if not self.all_in_place:
+            yield Staged(words, np.full(self.banks[layer].blobs.shape[0], -1, np.int32))
 
     def started(self, result: Any) -> None:
         return
@@ -283,11 +291,6 @@ def staged_prompt(engine: Engine, num_tokens: list[int]) -> Iterator[Stager | No
         yield stager
     finally:
         stager.close()
-
-
-def in_place(bank: LayerBank) -> Staged:
-    """All experts of a block, where they lie."""
-    return Staged(bank.blobs, bank_lines(bank.blobs.shape[0]))
 
 
 def stages(engine: Engine, num_tokens: int) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from strata_jax.engine import rounds
 from strata_jax.engine.experts import ExpertCounts
+from strata_jax.engine.host_copies import address
 from strata_jax.engine.round_words import Lookups, Report, asked, num_window_rows, read_report, report_words
 from strata_jax.engine.round_words import window_words as words_of
 from strata_jax.engine.session import Session
@@ -41,26 +42,29 @@ def test_a_report_is_read_as_it_was_written(kept: int, good: int) -> None:
     assert read_report(words, 4) == expected
 
 
-def test_a_round_takes_two_arrays_of_the_host_once_and_leaves_its_report_there(
+def test_a_round_finds_its_two_arrays_in_host_memory_and_leaves_its_report_there(
     models: ModelStore, load_engine: LoadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_engine(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=2)
-    session, seen, reports = Session(engine), list[list[tuple[int, ...]]](), list[str]()
+    session, reports = Session(engine), list[str]()
+    copied, given = list[tuple[int, ...]](), list[list[tuple[tuple[int, ...], int]]]()
     logits = session.prefill(list(range(40)))
     call, put = engine.programs._call, jax.device_put
 
     def called(key: tuple, f: object, args: tuple, *how: object) -> object:
         if key[0] in ("decode", "decode end"):
-            seen.append([x.shape for x in jax.tree.leaves(args) if not isinstance(x, jax.Array)])
+            leaves = jax.tree.leaves(args)
+            assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+            host = [leaf for leaf in leaves if leaf.sharding.memory_kind == "pinned_host"]
+            given.append([(leaf.shape, address(leaf)) for leaf in host])
         result: Any = call(key, f, args, *how)
         if key[0] == "decode end":
             reports.append(result[2].report.sharding.memory_kind)
         return result
 
-    def was_put(x: object, *where: object) -> object:
-        if hosts := [leaf.shape for leaf in jax.tree.leaves(x) if isinstance(leaf, np.ndarray)]:
-            seen.append(hosts)
-        return put(x, *where)
+    def was_put(x: object, *where: object, **how: Any) -> object:
+        copied.extend(leaf.shape for leaf in jax.tree.leaves(x) if isinstance(leaf, np.ndarray))
+        return put(x, *where, **how)
 
     monkeypatch.setattr(rounds, "PART_BLOCKS", 2)
     monkeypatch.setattr(engine.programs, "_call", called)
@@ -70,5 +74,9 @@ def test_a_round_takes_two_arrays_of_the_host_once_and_leaves_its_report_there(
     assert rows is not None
     num_parts = len(rounds.parts_of(engine.geometry.num_layers))
     assert num_parts > 1
-    assert seen == [[(7,), rows.shape], *[[]] * (num_parts + 1)] * 3
+    assert copied == [(7,), rows.shape]  # when the mailbox was made, in the first round
+    assert len(given) == 3 * (num_parts + 1)
+    first = given[0]
+    assert [shape for shape, _ in first] == [(7,), rows.shape]
+    assert given == [first, *[[]] * num_parts] * 3  # the same places in each round
     assert reports == ["pinned_host"] * 3

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from strata_jax.kernels.dequant import grids
 from strata_jax.kernels.expert_gemv import ExpertLayout, LaunchBlocks, expert_layout
 from strata_jax.kernels.grouped_matmul import (
     Blocks,
-    arena_lines,
+    Source,
+    arena_sources,
     choose_blocks,
     combine,
     grouped_down,
@@ -115,9 +117,11 @@ def test_the_worst_routing_still_fits_the_tile_map():
 def test_experts_are_found_in_the_array_that_holds_their_first_page():
     arrays = [jnp.zeros((pages, 8), jnp.uint32) for pages in (3, 4)]
     pages = jnp.array([6, -1, 0, 3, 2], jnp.int32)
-    in_core, in_segment = arena_lines(arrays, pages)
-    assert in_core.tolist() == [-1, -1, 0, -1, 2]
-    assert in_segment.tolist() == [3, -1, -1, 0, -1]
+    core, segment = arena_sources(arrays, pages)
+    assert core.words is arrays[0]
+    assert segment.words is arrays[1]
+    assert core.lines.tolist() == [-1, -1, 0, -1, 2]
+    assert segment.lines.tolist() == [3, -1, -1, 0, -1]
 
 
 @pytest.mark.parametrize(("gate_type", "down_type", "swap"), [("IQ3_XXS", "Q2_0", False), ("Q8_0", "Q8_0", True)])
@@ -127,13 +131,13 @@ def test_kernels_fill_the_rows_of_their_experts_and_no_others(gate_type, down_ty
     parts = [PlanePart(part, first) for part, first in zip(case.layout.parts, case.layout.firsts)]
     pairs = sort_pairs(jnp.asarray(case.ids), NUM_EXPERTS, blocks.rows)
     num_rows = case.ids.size + blocks.rows
-    lines = arena_lines(case.arrays, case.pages)[1]
-    chosen = [expert for expert in np.flatnonzero(lines >= 0) if (case.ids == expert).any()]
+    source = arena_sources(case.arrays, case.pages)[1]
+    chosen = [expert for expert in np.flatnonzero(source.lines >= 0) if (case.ids == expert).any()]
     assert 0 in chosen
     assert 1 < len(chosen) < NUM_EXPERTS - 1
     tiles = tile_map(pairs, blocks.rows)
     h = jnp.full((num_rows, EXPERT_WIDTH), 7, jnp.bfloat16)
-    operands = (tiles, case.arrays[1], lines)
+    operands = (tiles, source)
     h = triton.swiglu(case.u, pairs.token_of, *operands, (parts[0], parts[1]), h, blocks, interpret=INTERPRET)
     y = triton.down(h, *operands, parts[2], jnp.full((num_rows, WIDTH), 7, jnp.float32), blocks, interpret=INTERPRET)
     by_row = np.append(np.sort(case.ids.reshape(-1)), np.full(blocks.rows, NUM_EXPERTS))
@@ -148,28 +152,30 @@ def test_kernels_fill_the_rows_of_their_experts_and_no_others(gate_type, down_ty
 
 
 def test_a_chunk_with_experts_in_the_arena_and_in_a_buffer_gives_each_token_its_weighted_sum():
-    """The op as a chunk uses it (plain jnp on a CPU): a call for each array, then the sum over each token's experts."""
+    """The op as a chunk uses it (plain jnp on a CPU): sources by one call or by several, then the sum over each token's
+    experts."""
     case = make_case("Q8_0", "Q8_0")
     streamed = np.array([4, 1])
     pages = case.pages.at[streamed].set(-1)
     arena = jnp.concatenate(case.arrays)
     blobs = [np.asarray(arena)[case.pages[e] :].reshape(-1)[: case.layout.num_words] for e in (*streamed, 0)]
     places = jnp.full(NUM_EXPERTS, -1, jnp.int32).at[streamed].set(jnp.arange(2))
-    sources = [(arena, arena_lines([arena], pages)[0]), (jnp.asarray(np.stack(blobs)), places)]
+    sources = [*arena_sources([arena], pages), Source(jnp.asarray(np.stack(blobs)), places)]
 
-    @jax.jit
-    def chunk(u: jax.Array, ids: jax.Array, shares: jax.Array) -> jax.Array:
+    @partial(jax.jit, static_argnames="at_once")
+    def chunk(u: jax.Array, ids: jax.Array, shares: jax.Array, at_once: bool) -> jax.Array:
         pairs = sort_pairs(ids, NUM_EXPERTS, BLOCKS.rows)
         h = jnp.full((ids.size + BLOCKS.rows, EXPERT_WIDTH), jnp.nan, jnp.bfloat16)
         y = jnp.full((ids.size + BLOCKS.rows, WIDTH), jnp.nan, jnp.float32)
         tiles = tile_map(pairs, BLOCKS.rows)
-        for words, lines in sources:
-            h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, case.layout, h, BLOCKS)
-            y = grouped_down(h, tiles, words, lines, case.layout, y, BLOCKS)
+        for some in [sources] if at_once else [[source] for source in sources]:
+            h = grouped_swiglu(u, pairs.token_of, tiles, some, case.layout, h, BLOCKS)
+            y = grouped_down(h, tiles, some, case.layout, y, BLOCKS)
         return combine(y, pairs, shares)
 
     shares = np.random.default_rng(2).random(case.ids.shape).astype(np.float32)
-    got = chunk(case.u, jnp.asarray(case.ids), jnp.asarray(shares))
+    got, again = (chunk(case.u, jnp.asarray(case.ids), jnp.asarray(shares), at_once) for at_once in (True, False))
+    np.testing.assert_array_equal(got, again)
     expected = np.zeros((NUM_TOKENS, WIDTH))
     for t in range(NUM_TOKENS - 2):
         for k, expert in enumerate(case.ids[t]):
@@ -181,17 +187,18 @@ def test_what_does_not_fit_is_named():
     layout = expert_layout("IQ3_XXS", "IQ3_XXS", "Q2_0", WIDTH, EXPERT_WIDTH)
     pairs = sort_pairs(jnp.zeros((4, 1), jnp.int32), NUM_EXPERTS, 16)
     u, h = jnp.zeros((4, WIDTH), jnp.bfloat16), jnp.zeros((20, EXPERT_WIDTH), jnp.bfloat16)
-    words, lines = jnp.zeros((9, PAGE_WORDS), jnp.uint32), jnp.zeros(NUM_EXPERTS, jnp.int32)
+    sources = [Source(jnp.zeros((9, PAGE_WORDS), jnp.uint32), jnp.zeros(NUM_EXPERTS, jnp.int32))]
+    odd = sources[0]._replace(words=sources[0].words[:, :1000])
     tiles = tile_map(pairs, 16)
     with pytest.raises(ValueError, match="128 x 256, the operands need 64 x 256"):
-        grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h[:, :64], BLOCKS)
+        grouped_swiglu(u, pairs.token_of, tiles, sources, layout, h[:, :64], BLOCKS)
     large = Blocks(16, LaunchBlocks(256, 4), LaunchBlocks(64, 4), False)
     with pytest.raises(ValueError, match="256 rows of weights do not divide tiles of 128 rows"):
-        grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h, large)
+        grouped_swiglu(u, pairs.token_of, tiles, sources, layout, h, large)
     with pytest.raises(ValueError, match="result has 4 rows, the operand 20"):
-        grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h[:4], BLOCKS)
+        grouped_swiglu(u, pairs.token_of, tiles, sources, layout, h[:4], BLOCKS)
     with pytest.raises(ValueError, match=r"whole runs of 128 words a line, got uint32\[9, 1000\]"):
-        grouped_down(h, tiles, words[:, :1000], lines, layout, jnp.zeros((20, WIDTH)), BLOCKS)
+        grouped_down(h, tiles, [*sources, odd], layout, jnp.zeros((20, WIDTH)), BLOCKS)
 
 
 def test_blocks_follow_the_load_the_gpu_and_the_planes():
@@ -221,6 +228,13 @@ def test_products_of_the_model_lower_for_hopper(gate_type, down_type):
     assert "triton" not in text
 
 
+def test_experts_of_several_sources_take_one_launch_of_mosaic_and_several_of_triton():
+    layout = expert_layout("IQ2_XS", "IQ2_XS", "Q2_0", 2560, 640)
+    assert lower_layer(layout, 512, ring_blocks(), num_sources=3).count("@mosaic_gpu") == 2
+    single, several = (lower_layer(layout, 512, replace(ring_blocks(), rings=None), n).count("triton") for n in (1, 3))
+    assert several > single
+
+
 def test_matrices_that_mosaic_does_not_take_are_left_to_triton():
     text = lower_layer(expert_layout("Q8_0", "Q4_0", "Q2_0", 2560, 640), 512, ring_blocks())
     assert text.count("@mosaic_gpu") == 1  # down; gate and up are of two types
@@ -233,24 +247,23 @@ def ring_blocks() -> Blocks:
     return Blocks(rings[0].rows[-1], LaunchBlocks(64, 4), LaunchBlocks(128, 8), swap=False, rings=rings)
 
 
-def lower_layer(layout: ExpertLayout, tokens: int, blocks: Blocks) -> str:
+def lower_layer(layout: ExpertLayout, tokens: int, blocks: Blocks, num_sources: int = 1) -> str:
     rows = tokens * 10 + blocks.rows
 
-    def layer(u: jax.Array, ids: jax.Array, words: jax.Array, lines: jax.Array) -> jax.Array:
+    def layer(u: jax.Array, ids: jax.Array, sources: list[Source]) -> jax.Array:
         pairs = sort_pairs(ids, 512, blocks.rows)
         tiles = tile_map(pairs, blocks.rows)
         h = jnp.zeros((rows, 640), jnp.bfloat16)
-        h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h, blocks, backend="mosaic")
+        h = grouped_swiglu(u, pairs.token_of, tiles, sources, layout, h, blocks, backend="mosaic")
         y = jnp.zeros((rows, 2560), jnp.bfloat16)
-        return grouped_down(h, tiles, words, lines, layout, y, blocks, backend="mosaic")
+        return grouped_down(h, tiles, sources, layout, y, blocks, backend="mosaic")
 
     shape = jax.ShapeDtypeStruct
     return lower_for_cuda(
         layer,
         shape((tokens, 2560), jnp.bfloat16),
         shape((tokens, 10), jnp.int32),
-        shape((100_000, 4096), jnp.uint32),
-        shape((512,), jnp.int32),
+        [Source(shape((100_000, 4096 >> i), jnp.uint32), shape((512,), jnp.int32)) for i in range(num_sources)],
     )
 
 
@@ -277,6 +290,20 @@ def test_columns_are_ordered_as_threads_hold_weights(type_name):
         assert col == 128 * step + 32 * quad + 16 * half + weight
 
 
+def several_sources(case: Case) -> list[Source]:
+    """The arena's arrays, of which some experts are elsewhere: in host memory, lines as long as a blob."""
+    elsewhere = np.array([1, 4])
+    pages = case.pages.at[elsewhere].set(-1)
+    blobs = np.zeros((NUM_EXPERTS, -(-case.layout.num_words // 128) * 128), np.uint32)
+    arena = np.concatenate(case.arrays)
+    for expert in elsewhere:
+        words = arena[case.pages[expert] :].reshape(-1)[: case.layout.num_words]
+        blobs[expert, : len(words)] = words
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    lines = jnp.full(NUM_EXPERTS, -1, jnp.int32).at[elsewhere].set(elsewhere)
+    return [*arena_sources(case.arrays, pages), Source(jax.device_put(blobs, host), lines)]
+
+
 @pytest.mark.skipif(INTERPRET or jax.devices()[0].compute_capability != "9.0", reason="the kernel is for Hopper")
 @pytest.mark.parametrize("gate_type", PLANE_TYPES)
 def test_mosaic_fills_the_rows_of_its_experts_and_no_others(gate_type):
@@ -285,14 +312,24 @@ def test_mosaic_fills_the_rows_of_its_experts_and_no_others(gate_type):
     case = make_case(gate_type, gate_type if whole_blocks else "Q2_0", 13 * 128)
     pairs = sort_pairs(jnp.asarray(case.ids), NUM_EXPERTS, blocks.rows)
     tiles, num_rows = tile_map(pairs, blocks.rows), case.ids.size + blocks.rows
-    lines = arena_lines(case.arrays, case.pages)[1]
-    chosen = [expert for expert in np.flatnonzero(lines >= 0) if (case.ids == expert).any()]
-    operands = (tiles, case.arrays[1], lines, case.layout)
+    source = arena_sources(case.arrays, case.pages)[1]
+    chosen = [expert for expert in np.flatnonzero(source.lines >= 0) if (case.ids == expert).any()]
+    operands = (tiles, [source], case.layout)
     h = jnp.full((num_rows, EXPERT_WIDTH), 7, jnp.bfloat16)
     h = grouped_swiglu(case.u, pairs.token_of, *operands, h, blocks, backend="mosaic")
     by_row = np.append(np.sort(case.ids.reshape(-1)), np.full(blocks.rows, NUM_EXPERTS))
     others, hidden = ~np.isin(by_row, chosen), np.asarray(h, np.float64)
     assert (hidden[others] == 7).all()
+    everywhere = several_sources(case)
+    whole, y = jnp.zeros_like(h), jnp.zeros((num_rows, WIDTH))
+    whole = grouped_swiglu(case.u, pairs.token_of, tiles, everywhere, case.layout, whole, blocks, backend="mosaic")
+    y = grouped_down(whole, tiles, everywhere, case.layout, y, blocks, backend="mosaic")
+    every = np.asarray(whole, np.float64)
+    np.testing.assert_array_equal(every[~others], hidden[~others])
+    for expert in np.unique(by_row[by_row < NUM_EXPERTS]):
+        rows = np.flatnonzero(by_row == expert)
+        assert rel_err(every[rows], case.hidden(np.asarray(pairs.token_of)[rows], expert)) < 5e-3
+        assert rel_err(y[rows], every[rows] @ case.weights[expert][2].T) < 5e-3
     for dtype, bound in ((jnp.float32, 5e-3), (jnp.bfloat16, 1e-2)):
         y = grouped_down(h, *operands, jnp.full((num_rows, WIDTH), 7, dtype), blocks, backend="mosaic")
         y = np.asarray(y, np.float64)

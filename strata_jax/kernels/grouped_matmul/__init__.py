@@ -3,19 +3,21 @@
     blocks = choose_blocks(T * K / X, layout.tile_rows, device_kind)
     pairs = sort_pairs(ids, X, blocks.rows)                             # T tokens x K experts -> P sorted rows
     tiles = tile_map(pairs, blocks.rows)
-    for words, lines in zip(arrays, arena_lines(arrays, pages)):        # experts where they are resident
-        h = grouped_swiglu(u, pairs.token_of, tiles, words, lines, layout, h, blocks)   # silu(gate) * up, [P + pad, F]
-        y = grouped_down(h, tiles, words, lines, layout, y, blocks)                     # [P + pad, E]
+    sources = arena_sources(arrays, pages)                              # experts where they are resident
+    h = grouped_swiglu(u, pairs.token_of, tiles, sources, layout, h, blocks)    # silu(gate) * up, [P + pad, F]
+    y = grouped_down(h, tiles, sources, layout, y, blocks)                      # [P + pad, E]
     out = combine(y, pairs, weights)                                    # f32[T, E]
 
-One call reads one array of words; experts that lie in several arrays take one call each, which fills its own rows of
-the same result (written in place). ``words`` is u32[lines, words_per_line], ``lines: i32[X]`` the line at which the
-blob of each expert starts, below 0 = it is not in this array: pages of the arena, say, or places of a staging buffer.
-Operands of the products are bfloat16 (weights decoded in float32, rounded once), sums
+An expert is read from the source that has it (one at most), by Mosaic all by one launch; by Triton each source takes a
+launch, which fills its own rows of the same result. Experts of other sources are another call's, which goes on with the
+result (written in place). Operands of the products are bfloat16 (weights decoded in float32, rounded once), sums
 float32. Rows that no call fills are as the caller made them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from strata_jax.kernels.backend import on_backend
 from strata_jax.kernels.expert_gemv.layout import ExpertLayout
 from strata_jax.kernels.grouped_matmul import reference, triton
 from strata_jax.kernels.grouped_matmul.blocks import Blocks, RingBlocks, choose_blocks
-from strata_jax.kernels.grouped_matmul.tile_map import SortedPairs, TileMap, arena_lines, sort_pairs, tile_map
+from strata_jax.kernels.grouped_matmul.tile_map import SortedPairs, Source, TileMap, arena_sources, sort_pairs, tile_map
 from strata_jax.kernels.planes import PlaneLayout
 from strata_jax.kernels.quant_matmul.tiles import PlanePart
 
@@ -32,8 +34,9 @@ __all__ = [
     "Blocks",
     "RingBlocks",
     "SortedPairs",
+    "Source",
     "TileMap",
-    "arena_lines",
+    "arena_sources",
     "choose_blocks",
     "combine",
     "grouped_down",
@@ -47,8 +50,7 @@ def grouped_swiglu(
     u: jax.Array,
     token_of: jax.Array,
     tiles: TileMap,
-    words: jax.Array,
-    lines: jax.Array,
+    sources: Sequence[Source],
     layout: ExpertLayout,
     out: jax.Array,
     blocks: Blocks,
@@ -61,6 +63,7 @@ def grouped_swiglu(
     Args:
         u: bf16[T, E], the tokens.
         token_of: i32[P + pad] with pad >= blocks.rows.
+        sources: none twice for an expert.
         out: bf16[P + pad, F]; rows of other experts and of the padding keep what they hold.
         backend: ``"reference"``, ``"triton"`` or ``"mosaic"``; None = Mosaic or Triton on CUDA, the reference
             elsewhere. Mosaic takes what `blocks` have rings for: on Hopper, gate and up of one type, planes of 128
@@ -71,10 +74,13 @@ def grouped_swiglu(
         ValueError: shapes that do not fit, named, or `backend` is unknown.
     """
     parts = PlanePart(layout.gate, layout.firsts[0]), PlanePart(layout.up, layout.firsts[1])
-    _check(layout, layout.gate, words, u.shape[1], token_of.shape[0], out, blocks.swiglu.rows)
+    _check(layout, layout.gate, sources, u.shape[1], token_of.shape[0], out, blocks.swiglu.rows)
 
     def on_triton() -> jax.Array:
-        return triton.swiglu(u, token_of, tiles, words, lines, parts, out, blocks, interpret)
+        def fill(out: jax.Array, source: Source) -> jax.Array:
+            return triton.swiglu(u, token_of, tiles, source, parts, out, blocks, interpret)
+
+        return reduce(fill, sources, out)
 
     def on_mosaic() -> jax.Array:
         ring = _ring(blocks, parts, interpret)
@@ -82,10 +88,13 @@ def grouped_swiglu(
             return on_triton()
         from strata_jax.kernels.grouped_matmul import mosaic
 
-        return mosaic.swiglu(u, token_of, tiles, words, lines, parts, out, ring)
+        return mosaic.swiglu(u, token_of, tiles, sources, parts, out, ring)
 
     def in_jnp() -> jax.Array:
-        return reference.swiglu(u, token_of, tiles, words, lines, parts, out, blocks.rows)
+        def fill(out: jax.Array, source: Source) -> jax.Array:
+            return reference.swiglu(u, token_of, tiles, source, parts, out, blocks.rows)
+
+        return reduce(fill, sources, out)
 
     return on_backend(backend, on_triton, in_jnp, mosaic=on_mosaic)
 
@@ -93,8 +102,7 @@ def grouped_swiglu(
 def grouped_down(
     h: jax.Array,
     tiles: TileMap,
-    words: jax.Array,
-    lines: jax.Array,
+    sources: Sequence[Source],
     layout: ExpertLayout,
     out: jax.Array,
     blocks: Blocks,
@@ -110,10 +118,13 @@ def grouped_down(
         ValueError: as `grouped_swiglu`.
     """
     part = PlanePart(layout.down, layout.firsts[2])
-    _check(layout, layout.down, words, h.shape[1], h.shape[0], out, blocks.down.rows)
+    _check(layout, layout.down, sources, h.shape[1], h.shape[0], out, blocks.down.rows)
 
     def on_triton() -> jax.Array:
-        return triton.down(h, tiles, words, lines, part, out, blocks, interpret)
+        def fill(out: jax.Array, source: Source) -> jax.Array:
+            return triton.down(h, tiles, source, part, out, blocks, interpret)
+
+        return reduce(fill, sources, out)
 
     def on_mosaic() -> jax.Array:
         ring = _ring(blocks, (part,), interpret)
@@ -121,10 +132,13 @@ def grouped_down(
             return on_triton()
         from strata_jax.kernels.grouped_matmul import mosaic
 
-        return mosaic.down(h, tiles, words, lines, part, out, ring)
+        return mosaic.down(h, tiles, sources, part, out, ring)
 
     def in_jnp() -> jax.Array:
-        return reference.down(h, tiles, words, lines, part, out, blocks.rows)
+        def fill(out: jax.Array, source: Source) -> jax.Array:
+            return reference.down(h, tiles, source, part, out, blocks.rows)
+
+        return reduce(fill, sources, out)
 
     return on_backend(backend, on_triton, in_jnp, mosaic=on_mosaic)
 
@@ -154,7 +168,7 @@ def _ring(blocks: Blocks, parts: tuple[PlanePart, ...], interpret: bool) -> Ring
 def _check(
     layout: ExpertLayout,
     part: PlaneLayout,
-    words: jax.Array,
+    sources: Sequence[Source],
     cols: int,
     num_rows: int,
     out: jax.Array,
@@ -166,8 +180,9 @@ def _check(
         raise ValueError(f"the result has {out.shape[0]} rows, the operand {num_rows}")
     if part.tile_rows % weight_rows:
         raise ValueError(f"programs of {weight_rows} rows of weights do not divide tiles of {part.tile_rows} rows")
-    if words.ndim != 2 or words.dtype != jnp.uint32 or words.shape[1] % layout.tile_rows:
-        raise ValueError(
-            f"words are u32[lines, words_per_line] with whole runs of {layout.tile_rows} words a line, "
-            f"got {words.dtype}{list(words.shape)}"
-        )
+    for words, _ in sources:
+        if words.ndim != 2 or words.dtype != jnp.uint32 or words.shape[1] % layout.tile_rows:
+            raise ValueError(
+                f"words are u32[lines, words_per_line] with whole runs of {layout.tile_rows} words a line, "
+                f"got {words.dtype}{list(words.shape)}"
+            )

@@ -31,7 +31,7 @@ from strata_jax.kernels.grouped_matmul.fragments import (
     permute_columns,
     shared_tables,
 )
-from strata_jax.kernels.grouped_matmul.tile_map import TileMap
+from strata_jax.kernels.grouped_matmul.tile_map import Source, TileMap
 from strata_jax.kernels.planes import ITEM, PlaneLayout
 from strata_jax.kernels.quant_matmul.tiles import PlanePart
 
@@ -57,27 +57,25 @@ def swiglu(
     u: jax.Array,
     token_of: jax.Array,
     tiles: TileMap,
-    words: jax.Array,
-    lines: jax.Array,
+    sources: Sequence[Source],
     parts: tuple[PlanePart, PlanePart],
     out: jax.Array,
     ring: RingBlocks,
 ) -> jax.Array:
     """Fill rows of ``out: bf16[P, F]`` by the products with gate and up; other arguments as of `grouped_swiglu`."""
-    return _product(u, token_of, tiles, words, lines, parts, out, ring)
+    return _product(u, token_of, tiles, sources, parts, out, ring)
 
 
 def down(
     h: jax.Array,
     tiles: TileMap,
-    words: jax.Array,
-    lines: jax.Array,
+    sources: Sequence[Source],
     part: PlanePart,
     out: jax.Array,
     ring: RingBlocks,
 ) -> jax.Array:
     """Fill rows of ``out: [P, E]`` by the product with down; other arguments as of `grouped_down`."""
-    return _product(h, None, tiles, words, lines, (part,), out, ring)
+    return _product(h, None, tiles, sources, (part,), out, ring)
 
 
 def _block_rows(parts: Sequence[PlanePart]) -> int:
@@ -89,8 +87,7 @@ def _product(
     x: jax.Array,
     token_of: jax.Array | None,
     tiles: TileMap,
-    words: jax.Array,
-    lines: jax.Array,
+    sources: Sequence[Source],
     parts: Sequence[PlanePart],
     out: jax.Array,
     ring: RingBlocks,
@@ -99,9 +96,8 @@ def _product(
     num_blocks, num_steps = layout.rows // _block_rows(parts), layout.num_items // ITEMS
     tables = shared_tables(layout.type_name)
 
-    def kernel(
-        x: Ref, first: Ref, count: Ref, expert: Ref, num: Ref, lines: Ref, words: Ref, *rest: Ref, **scratch: Ref
-    ) -> None:
+    def kernel(x: Ref, first: Ref, count: Ref, expert: Ref, num: Ref, *rest: Ref, **scratch: Ref) -> None:
+        words, lines, rest = rest[: len(sources)], rest[len(sources) : 2 * len(sources)], rest[2 * len(sources) :]
         from_memory, gathered, out = rest[: len(tables)], rest[len(tables) : -1], rest[-1]
         row_ring, word_ring, full, free = (scratch[name] for name in ("row_ring", "word_ring", "full", "free"))
         table_refs = [scratch[f"table{i}"] for i in range(len(tables))]
@@ -111,21 +107,25 @@ def _product(
             plgpu.barrier_wait(scratch["ready"])
         num_works = pl.cdiv(num[0] * num_blocks - program, ring.programs)
 
-        def work_of(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """The tile, the block of weight rows, and the line of the expert."""
+        def work_of(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+            """The tile, the block of weight rows, the source of the expert, and its line there."""
             at = program + i * ring.programs
             tile, block = jax.lax.div(at, num_blocks), jax.lax.rem(at, num_blocks)
-            return tile, block, lines[expert[tile]]
+            source, line = jnp.int32(0), jnp.int32(-1)
+            for number, there in enumerate(lines):
+                found = there[expert[tile]]
+                source, line = jnp.where(found >= 0, number, source), jnp.where(found >= 0, found, line)
+            return tile, block, source, line
 
         def stage_of(step: jax.Array) -> jax.Array:
             return jax.lax.rem(step, ring.stages)
 
         def copy(i: jax.Array, done: jax.Array) -> jax.Array:
-            tile, block, line = work_of(i)
+            tile, block, source, line = work_of(i)
 
             @pl.when(line >= 0)
             def _work() -> None:
-                sources = _sources(gathered, first[tile], ring.rows[-1])
+                from_rows = _sources(gathered, first[tile], ring.rows[-1])
 
                 def copy_batch(batch: jax.Array, _: None) -> None:
                     def each(do: Callable[[jax.Array, jax.Array], None]) -> None:
@@ -139,8 +139,8 @@ def _product(
 
                     def start(step: jax.Array, stage: jax.Array) -> None:
                         plgpu.barrier_wait(free.at[stage])
-                        _copy_rows(x, sources, step, row_ring, stage)
-                        _copy_words(words, line, block, step, parts, word_ring, stage)
+                        _copy_rows(x, from_rows, step, row_ring, stage)
+                        _copy_words(words, source, line, block, step, parts, word_ring, stage)
 
                     each(start)
                     _wait_for_copies()
@@ -151,7 +151,7 @@ def _product(
             return done + jnp.where(line >= 0, num_steps, 0)
 
         def multiply(i: jax.Array, done: jax.Array) -> jax.Array:
-            tile, block, line = work_of(i)
+            tile, block, _, line = work_of(i)
             rows = count[tile]
 
             def work(acc: Ref) -> None:
@@ -212,7 +212,8 @@ def _product(
     )
     x, result = permute_columns(x, layout.type_name), jax.new_ref(out)
     constants, gathered = map(jnp.asarray, tables), [] if token_of is None else [token_of]
-    call(x, tiles.first, tiles.count, tiles.expert, tiles.num, lines, words, *constants, *gathered, result)
+    words, lines = ([getattr(source, name) for source in sources] for name in ("words", "lines"))
+    call(x, tiles.first, tiles.count, tiles.expert, tiles.num, *words, *lines, *constants, *gathered, result)
     return result[...]
 
 
@@ -296,7 +297,8 @@ def _shared_words(field: Any) -> int:
 
 
 def _copy_words(
-    words: Ref,
+    words: Sequence[Ref],
+    source: jax.Array,
     line: jax.Array,
     block: jax.Array,
     step: jax.Array,
@@ -305,16 +307,21 @@ def _copy_words(
     stage: jax.Array,
 ) -> None:
     """Start a thread's share of the copies of a step's packed weights: a warp copies whole runs."""
-    layout, length, runs = parts[0].layout, words.shape[1], _runs(parts[0].layout)
+    layout, lengths, runs = parts[0].layout, [array.shape[1] for array in words], _runs(parts[0].layout)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), ptx.SCALAR, ptx.SCALAR, ptx.SCALAR, plgpu.RefType(), ptx.SCALAR), return_type=()
+        arg_types=([plgpu.RefType()] * len(words), *[ptx.SCALAR] * 4, plgpu.RefType(), ptx.SCALAR), return_type=()
     )
-    def copy_all(ctx: Any, words: Any, line: Any, block: Any, step: Any, ring: Any, stage: Any) -> tuple[()]:
+    def copy_all(
+        ctx: Any, words: Any, source: Any, line: Any, block: Any, step: Any, ring: Any, stage: Any
+    ) -> tuple[()]:
         del ctx
-        line, block, step, stage = map(ptx.scalar, (line, block, step, stage))
+        source, line, block, step, stage = map(ptx.scalar, (source, line, block, step, stage))
         warp, piece = ptx.div(ptx.thread(), 32), ptx.mul(ptx.mod(ptx.thread(), 32), 16)
-        source = ptx.global_address(words, ptx.wide(line, length * 4, signed=True))
+        starts = [
+            ptx.global_address(array, ptx.wide(line, length * 4, signed=True)) for array, length in zip(words, lengths)
+        ]
+        start = ptx.choose(source, starts)
         to = ptx.add(ptx.shared_address(ring), piece, ptx.mul(stage, 2 * runs[-1] * _RUN_WORDS * 4))
 
         def copy(tile: int, word: ptx.Value, run: ptx.Value, others: ptx.Value) -> None:
@@ -322,7 +329,7 @@ def _copy_words(
             part = parts[tile % len(parts)]
             number = block if len(parts) == 2 else ptx.add(ptx.mul(block, 2), tile)
             at = ptx.mul(ptx.add(ptx.mul(number, layout.row_words), word), _TILE_ROWS * 4)
-            address = ptx.moved(source, ptx.wide(ptx.add(at, piece, part.first_word * 4), 1))
+            address = ptx.moved(start, ptx.wide(ptx.add(at, piece, part.first_word * 4), 1))
             own = ptx.add(to, ptx.mul(ptx.add(run, tile * runs[-1]), _RUN_WORDS * 4))
             text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p cp.async.cg.shared.global [$0], [$1], 16; }"
             ptx.asm("", text, "rlr", own, address, others)
@@ -342,7 +349,7 @@ def _copy_words(
                     turn += 1
         return ()
 
-    copy_all(words, line, block, step, ring, stage)
+    copy_all(list(words), source, line, block, step, ring, stage)
 
 
 # A thread's weights and results ---------------------------------------------------------------------------------------

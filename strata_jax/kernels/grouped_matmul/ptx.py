@@ -59,6 +59,14 @@ def xor(a: Value, b: Value | int) -> Value:
     return arith.xori(a, _value(b))
 
 
+def choose(number: Value, values: Sequence[Value]) -> Value:
+    """The value of that number."""
+    found = values[0]
+    for i, value in enumerate(values[1:], start=1):
+        found = arith.select(arith.cmpi(arith.CmpIPredicate.eq, number, const(i)), value, found)
+    return found
+
+
 def bits(word: Value, first: int | Value, count: int) -> Value:
     """Bits ``first ... first + count - 1`` of a word."""
     moved = word if isinstance(first, int) and first == 0 else arith.shrui(word, _value(first))

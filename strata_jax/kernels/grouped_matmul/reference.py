@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from strata_jax.kernels.grouped_matmul.tile_map import TileMap
+from strata_jax.kernels.grouped_matmul.tile_map import Source, TileMap
 from strata_jax.kernels.planes import decode_planes
 from strata_jax.kernels.quant_matmul.tiles import PlanePart
 
@@ -28,8 +28,7 @@ def swiglu(
     u: jax.Array,
     token_of: jax.Array,
     tiles: TileMap,
-    words: jax.Array,
-    lines: jax.Array,
+    source: Source,
     parts: tuple[PlanePart, PlanePart],
     out: jax.Array,
     tile_rows: int,
@@ -37,19 +36,18 @@ def swiglu(
     """See `grouped_swiglu`."""
 
     def product(i: jax.Array, rows: jax.Array) -> jax.Array:
-        line = lines[tiles.expert[i]]
+        line = source.lines[tiles.expert[i]]
         x = u[token_of[rows]]
-        gate, up = (_times(x, part_matrix(words, line, part)) for part in parts)
+        gate, up = (_times(x, part_matrix(source.words, line, part)) for part in parts)
         return gate * jax.nn.sigmoid(gate) * up
 
-    return _fill(tiles, lines, out, tile_rows, product)
+    return _fill(tiles, source.lines, out, tile_rows, product)
 
 
 def down(
     h: jax.Array,
     tiles: TileMap,
-    words: jax.Array,
-    lines: jax.Array,
+    source: Source,
     part: PlanePart,
     out: jax.Array,
     tile_rows: int,
@@ -57,9 +55,9 @@ def down(
     """See `grouped_down`."""
 
     def product(i: jax.Array, rows: jax.Array) -> jax.Array:
-        return _times(h[rows], part_matrix(words, lines[tiles.expert[i]], part))
+        return _times(h[rows], part_matrix(source.words, source.lines[tiles.expert[i]], part))
 
-    return _fill(tiles, lines, out, tile_rows, product)
+    return _fill(tiles, source.lines, out, tile_rows, product)
 
 
 def _times(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,18 @@ class TileMap:
     num: jax.Array
 
 
+class Source(NamedTuple):
+    """Where some experts are: pages of the arena, places of a staging buffer, or the bank in host memory.
+
+    Attributes:
+        words: u32[lines, words_per_line].
+        lines: i32[X], the line at which the blob of each expert starts, below 0 = it is not here.
+    """
+
+    words: jax.Array
+    lines: jax.Array
+
+
 def sort_pairs(ids: jax.Array, num_experts: int, pad: int) -> SortedPairs:
     """Sort the pairs of ``ids: i32[T, K]``; ids of ``num_experts`` (no expert) come last and are counted nowhere."""
     num_tokens, num_used = ids.shape
@@ -71,19 +84,16 @@ def tile_map(pairs: SortedPairs, tile_rows: int) -> TileMap:
     return TileMap(expert, (pairs.first[expert] + skipped).astype(jnp.int32), rows.astype(jnp.int32), last[-1:])
 
 
-def arena_lines(arrays: Sequence[jax.Array], pages: jax.Array) -> list[jax.Array]:
+def arena_sources(arrays: Sequence[jax.Array], pages: jax.Array) -> list[Source]:
     """Say where in each array of the arena its experts are.
 
     Args:
         arrays: the core and its segments, u32[pages, page_words], page numbers running through all of them.
         pages: i32[X], first arena page of each expert, below 0 = not resident.
-
-    Returns:
-        For each array ``lines: i32[X]``, -1 for experts that are elsewhere.
     """
     found, first = [], 0
     for array in arrays:
         end = first + array.shape[0]
-        found.append(jnp.where((pages >= first) & (pages < end), pages - first, -1))
+        found.append(Source(array, jnp.where((pages >= first) & (pages < end), pages - first, -1)))
         first = end
     return found

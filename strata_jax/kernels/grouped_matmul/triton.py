@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from strata_jax.kernels.grouped_matmul.blocks import Blocks
-from strata_jax.kernels.grouped_matmul.tile_map import TileMap
+from strata_jax.kernels.grouped_matmul.tile_map import Source, TileMap
 from strata_jax.kernels.launch import launch
 from strata_jax.kernels.planes import ITEM, lookup_table
 from strata_jax.kernels.quant_matmul.tiles import PlanePart, product, row_loader, step_items, weight_tile
@@ -27,8 +27,7 @@ def swiglu(
     u: jax.Array,
     token_of: jax.Array,
     tiles: TileMap,
-    words: jax.Array,
-    lines: jax.Array,
+    source: Source,
     parts: tuple[PlanePart, PlanePart],
     out: jax.Array,
     blocks: Blocks,
@@ -66,14 +65,14 @@ def swiglu(
     tables = [jnp.asarray(lookup_table(part.layout.type_name)) for part in parts]
     grid = (out.shape[1] // weight_rows, tiles.expert.shape[0])
     call = launch(kernel, grid, _like(out), blocks.swiglu.warps, in_place=1, interpret=interpret)
+    words, lines = source
     return call(u, token_of, tiles.first, tiles.count, tiles.expert, tiles.num, lines, words, *tables, out)
 
 
 def down(
     h: jax.Array,
     tiles: TileMap,
-    words: jax.Array,
-    lines: jax.Array,
+    source: Source,
     part: PlanePart,
     out: jax.Array,
     blocks: Blocks,
@@ -103,6 +102,7 @@ def down(
     table = jnp.asarray(lookup_table(part.layout.type_name))
     grid = (out.shape[1] // weight_rows, tiles.expert.shape[0])
     call = launch(kernel, grid, _like(out), blocks.down.warps, in_place=1, interpret=interpret)
+    words, lines = source
     return call(h, tiles.first, tiles.count, tiles.expert, tiles.num, lines, words, table, out)
 
 
