@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +10,14 @@ from pathlib import Path
 
 @contextmanager
 def replaced_on_success(path: Path) -> Iterator[Path]:
-    """Yield a scratch path beside `path` that takes its place when the block ends, and is removed when it fails."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    unfinished = Path(name)
+    """Yield a scratch path beside `path` that takes its place when the block ends, and is removed when it fails.
+
+    The file has the permissions of any new file of this process.
+    """
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    unfinished.touch(exist_ok=False)
     try:
         yield unfinished
-        unfinished.chmod(0o644)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

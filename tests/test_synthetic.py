@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -133,7 +134,20 @@ def test_scratch_files_sit_beside_the_target(tmp_path: Path) -> None:
     with replaced_on_success(tmp_path / "x") as scratch:
         assert scratch.parent == tmp_path
         scratch.write_text("new")
+        assert not (tmp_path / "x").exists()
     assert (tmp_path / "x").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [tmp_path / "x"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_a_file_has_the_permissions_of_any_new_one(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        with replaced_on_success(tmp_path / "x") as scratch:
+            scratch.write_text("new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == mode
 
 
 def test_unknown_names_are_refused_with_the_nearest_known_one(tmp_path: Path) -> None:

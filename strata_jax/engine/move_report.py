@@ -9,7 +9,7 @@ from strata_jax.engine.engine import LEDGER_TOLERANCE_FRAC, Engine
 from strata_jax.memory.ledger import Owner
 from strata_jax.policies.moves import MoveKind
 
-RELEASE_S = 1.0  # in which the device's count has to show what a move has freed
+RELEASE_S = 1.0  # in which the device's count has to show what a checked move has freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,14 @@ DEVICE_SIGNS = {
 }  # fmt: skip
 
 
-def wait_for_change(engine: Engine, kind: MoveKind, num_bytes: int, before: int | None) -> int | None:
-    """Return by how much the device's bytes in use have changed, once that fits the move or `RELEASE_S` have passed.
+def wait_for_change(
+    engine: Engine, kind: MoveKind, num_bytes: int, before: int | None, patience_s: float = 0.0
+) -> int | None:
+    """Return by how much the device's bytes in use have changed, once that fits the move or ``patience_s`` have passed.
 
     A copy may hold what it has read for a moment after its result is there.
     """
-    until = time.perf_counter() + RELEASE_S
+    until = time.perf_counter() + patience_s
     while True:
         now = engine.bytes_in_use()
         change = None if now is None or before is None else now - before

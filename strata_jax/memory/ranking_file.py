@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from strata_jax.errors import ConfigError, FormatError
+from strata_jax.files import replaced_on_success
 from strata_jax.memory.expert_ranking import Expert, ExpertRanking
 
 FORMAT = "strata-jax expert ranking"
@@ -140,14 +141,11 @@ def write_ranking(path: Path, ranking: ExpertRanking) -> None:
 
     Raises ConfigError: the file cannot be written.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        draft.write_text(ranking_text(ranking), encoding="utf-8")
-        draft.replace(path)
+        with replaced_on_success(path) as unfinished:
+            unfinished.write_text(ranking_text(ranking), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: the ranking of experts cannot be written: {error.strerror}") from None
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def check_target(path: Path, model: str, num_layers: int, num_experts: int) -> None:

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import IO, Any
 
 from strata_jax.errors import ConfigError, StrataError
+from strata_jax.files import replaced_on_success
 from strata_jax.report.environment import describe_environment
 from strata_jax.report.plain import plain
 from strata_jax.report.summary import SCHEMA_VERSION, check_fields, complete
@@ -140,9 +141,8 @@ class RunRecord:
     def write_json(self, name: str, value: Any) -> Path:
         """Write a JSON file into the run directory, replacing it in one step, and return its path."""
         path = self.directory / name
-        draft = path.with_name(f".{name}.draft")
-        draft.write_text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        draft.replace(path)
+        with replaced_on_success(path) as unfinished:
+            unfinished.write_text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         return path
 
     def write_text(self, name: str, text: str) -> Path:

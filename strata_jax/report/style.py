@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strata_jax.files import replaced_on_success
 from strata_jax.memory.ledger import Owner
 
 PANEL_INCHES = (5.6, 3.6)
@@ -55,8 +56,9 @@ def save(figure: Any, path: Path) -> None:
     """Write a figure in one step. In an SVG text stays text, and the same data give the same bytes."""
     from matplotlib import rc_context
 
-    draft = path.with_name(f".{path.name}.draft")
     kind = path.suffix.removeprefix(".")
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "strata-jax", "font.family": "sans-serif"}):
-        figure.savefig(draft, format=kind, dpi=130, metadata={"Date": None} if kind == "svg" else None)
-    draft.replace(path)
+    with (
+        rc_context({"svg.fonttype": "none", "svg.hashsalt": "strata-jax", "font.family": "sans-serif"}),
+        replaced_on_success(path) as unfinished,
+    ):
+        figure.savefig(unfinished, format=kind, dpi=130, metadata={"Date": None} if kind == "svg" else None)

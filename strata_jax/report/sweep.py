@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from strata_jax.errors import ConfigError, DoesNotFit, StrataError
+from strata_jax.files import replaced_on_success
 from strata_jax.memory.ledger import MIB
 from strata_jax.report.plain import plain
 from strata_jax.report.tables import format_value
@@ -158,9 +159,8 @@ def add_row(directory: Path, row: Mapping[str, Any]) -> None:
             stream.write(json.dumps(plain(row), allow_nan=False) + "\n")
         rows = load_rows(directory)
         for name, text in ((CSV_FILE, csv_text(rows)), (MARKDOWN_FILE, markdown_text(rows))):
-            draft = directory / f".{name}.draft"
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(directory / name)
+            with replaced_on_success(directory / name) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
 
 
 def load_rows(directory: Path) -> list[dict[str, Any]]:
