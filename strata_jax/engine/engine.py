@@ -15,6 +15,7 @@ from strata_jax.engine import attention, gdn, ple
 from strata_jax.engine.arena import CellLayout, Segments, Tables
 from strata_jax.engine.cell_store import new_store
 from strata_jax.engine.chunk import compile_programs
+from strata_jax.engine.compiled import Watch
 from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.load import load_model
@@ -22,7 +23,7 @@ from strata_jax.engine.mailbox import Mailbox
 from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix
 from strata_jax.engine.model import ModelSpec, State, Weights
 from strata_jax.engine.program_store import ProgramStore, Unstored
-from strata_jax.engine.programs import Programs, Watch
+from strata_jax.engine.programs import Programs
 from strata_jax.engine.replacement import Kept, UseValues, kept_before, start_values
 from strata_jax.engine.residency import Fill, Residency, first_residency
 from strata_jax.engine.staging import Staging

@@ -231,7 +231,7 @@ import sys
 from pathlib import Path
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.program_store import ProgramStore
-from strata_jax.engine.programs import FROM_DISK
+from strata_jax.engine.compiled import FROM_DISK
 from strata_jax.engine.session import fresh_session
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.reader import open_gguf

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from strata_jax.engine import programs as programs_module
+from strata_jax.engine import compiled
 from strata_jax.engine.arena import CellLayout
 from strata_jax.engine.model import ModelSpec
 from strata_jax.engine.programs import Programs
@@ -27,7 +27,7 @@ def new_programs() -> Programs:
 def test_programs_known_beforehand_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each compilation waits until another has begun, so one after the other would never end."""
     programs, seen, both = new_programs(), list[str](), threading.Barrier(2, timeout=60)
-    monkeypatch.setattr(programs_module.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(compiled.os, "cpu_count", lambda: 2)
 
     @contextmanager
     def watch(name: str) -> Iterator[None]:
