@@ -14,7 +14,7 @@ def replaced_on_success(path: Path) -> Iterator[Path]:
 
     The file has the permissions of any new file of this process.
     """
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     unfinished.touch(exist_ok=False)
     try:
         yield unfinished

@@ -182,7 +182,8 @@ def _start(
     rows = ExpertRows(pairs, tile_map(pairs, blocks.rows), h, y, jnp.ones(num_experts, bool))
     sources = arena_sources(arrays, pages)
     if bank is not None:
-        sources.append(Source(bank, jnp.where(pages < 0, jnp.arange(num_experts, dtype=jnp.int32), -1)))
+        elsewhere = jnp.stack([source.lines < 0 for source in sources]).all(axis=0)
+        sources.append(Source(bank, jnp.where(elsewhere, jnp.arange(num_experts, dtype=jnp.int32), -1)))
     return _add(rows, u, tuple(sources), layout=layout, interpret=interpret)
 
 

@@ -20,7 +20,8 @@ class MoveDone:
         bytes: what was copied; mapped, lent or freed where nothing was copied (``gb_s`` is None there).
         count: slots, experts, cells or segments, as `kind` says.
         gb_s: 10^9 bytes per second, copying alone.
-        device_change_bytes: by how much the device's own count of bytes in use has changed; None: it keeps none.
+        device_change_bytes: by how much the device's own count of bytes in use has changed; None: it keeps none. What
+            is freed a moment later is only counted where moves are checked.
     """
 
     kind: MoveKind
@@ -40,7 +41,7 @@ DEVICE_SIGNS = {
 }  # fmt: skip
 
 
-def wait_for_change(
+def device_change(
     engine: Engine, kind: MoveKind, num_bytes: int, before: int | None, patience_s: float = 0.0
 ) -> int | None:
     """Return by how much the device's bytes in use have changed, once that fits the move or ``patience_s`` have passed.
@@ -51,7 +52,7 @@ def wait_for_change(
     while True:
         now = engine.bytes_in_use()
         change = None if now is None or before is None else now - before
-        if _has_changed(kind, num_bytes, change) or time.perf_counter() > until:
+        if _has_changed(kind, num_bytes, change) or time.perf_counter() >= until:
             return change
         time.sleep(0.001)
 

@@ -20,7 +20,7 @@ from strata_jax.engine.cell_store import fetch_pages, spill_pages
 from strata_jax.engine.cell_window import slid
 from strata_jax.engine.engine import Engine, bank_sharding, new_pages
 from strata_jax.engine.matrix import Matrix
-from strata_jax.engine.move_report import RELEASE_S, MoveDone, check_change, wait_for_change
+from strata_jax.engine.move_report import RELEASE_S, MoveDone, check_change, device_change
 from strata_jax.engine.residency import Fill, PageMove, Residency
 from strata_jax.engine.session import Session
 from strata_jax.errors import ConfigError, DoesNotFit
@@ -305,7 +305,7 @@ class Mover:
             engine.stop_if_lost(kind, error)
             raise
         seconds = time.perf_counter() - job.started_s
-        change = wait_for_change(engine, kind, job.bytes, in_use, RELEASE_S if self.check else 0.0)
+        change = device_change(engine, kind, job.bytes, in_use, RELEASE_S if self.check else 0.0)
         if self.check:
             engine.check_tables()
             check_change(kind, job.bytes, change)

@@ -55,7 +55,7 @@ def parts_of(num_layers: int) -> list[tuple[int, int]]:
 def run_round(
     engine: Engine, state: State, words: np.ndarray, ple_rows: np.ndarray | None, how: SamplingArrays, num_drafts: int
 ) -> StartedRound:
-    """Start a round of the window in ``words`` (see `window_words`), when the report of the one before has been read.
+    """Start a round of the window in ``words`` (see `window_words`), once the report of the one before is there.
 
     Arena, state and what replacement has are used up.
     """
@@ -82,6 +82,7 @@ def run_round(
         num_drafts, weights.without_blocks(), engine.banks[g.num_layers :], tables, arena, segments,
         replace(state, blocks=tuple(states)), streams, window, tuple(parts), how, kept,
     )  # fmt: skip
+    engine.mailbox.read_before(found.report)
     state = replace(state, blocks=with_keys(state.blocks, tuple(written)))
     return StartedRound(arena, state, found, kept)
 
@@ -90,7 +91,7 @@ def start_drafts(
     engine: Engine, state: State, words: np.ndarray, num_drafts: int
 ) -> tuple[jax.Array, State, jax.Array, Kept | None]:
     """Start the drafts that follow a prompt, from its next token in ``words``: see `first_drafts`, whose results these
-    are; arena, state and what replacement has are used up.
+    are; arena, state and what replacement has are used up. Once a request: the words take the usual way.
     """
     tables, segments, kept = engine.round_tables()
     return engine.programs.first_window(

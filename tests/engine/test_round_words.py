@@ -46,7 +46,7 @@ def test_a_round_finds_its_two_arrays_in_host_memory_and_leaves_its_report_there
     models: ModelStore, load_engine: LoadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_engine(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=2)
-    session, reports = Session(engine), list[str]()
+    session, reports, windows = Session(engine), list[str](), list[int]()
     copied, given = list[tuple[int, ...]](), list[list[tuple[tuple[int, ...], int]]]()
     logits = session.prefill(list(range(40)))
     call, put = engine.programs._call, jax.device_put
@@ -57,6 +57,9 @@ def test_a_round_finds_its_two_arrays_in_host_memory_and_leaves_its_report_there
             assert all(isinstance(leaf, jax.Array) for leaf in leaves)
             host = [leaf for leaf in leaves if leaf.sharding.memory_kind == "pinned_host"]
             given.append([(leaf.shape, address(leaf)) for leaf in host])
+            window = args[10] if key[0] == "decode" else args[8]
+            assert window.shape == (7,)
+            windows.append(address(window))
         result: Any = call(key, f, args, *how)
         if key[0] == "decode end":
             reports.append(result[2].report.sharding.memory_kind)
@@ -79,4 +82,5 @@ def test_a_round_finds_its_two_arrays_in_host_memory_and_leaves_its_report_there
     first = given[0]
     assert [shape for shape, _ in first] == [(7,), rows.shape]
     assert given == [first, *[[]] * num_parts] * 3  # the same places in each round
+    assert windows == [windows[0], *[windows[1]] * num_parts] * 3  # the first part's copy, for all others
     assert reports == ["pinned_host"] * 3

@@ -143,7 +143,13 @@ def test_a_block_that_misses_little_reads_it_where_it_lies_and_waits_for_nothing
 
     monkeypatch.setattr(sizes, "IN_PLACE_BYTES", 2**40)
     monkeypatch.setattr(Stager, "_wait_for", waited)
+    for key in [key for key in engine.programs.compiled if key[0] == "experts in place"]:
+        del engine.programs.compiled[key]
+    with engine.programs.shapes_only():
+        _compile_chunk(engine, CHUNK)
+    compiled = set(engine.programs.compiled)
     in_place, [stager] = read(engine, monkeypatch)
+    assert set(engine.programs.compiled) - compiled <= {("head", 1)}
     assert stager.copied == (0, 0)
     np.testing.assert_array_equal(in_place, staged)
 

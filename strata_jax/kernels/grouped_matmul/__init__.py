@@ -63,7 +63,7 @@ def grouped_swiglu(
     Args:
         u: bf16[T, E], the tokens.
         token_of: i32[P + pad] with pad >= blocks.rows.
-        sources: none twice for an expert.
+        sources: at least one; no expert is in two.
         out: bf16[P + pad, F]; rows of other experts and of the padding keep what they hold.
         backend: ``"reference"``, ``"triton"`` or ``"mosaic"``; None = Mosaic or Triton on CUDA, the reference
             elsewhere. Mosaic takes what `blocks` have rings for: on Hopper, gate and up of one type, planes of 128
@@ -180,6 +180,8 @@ def _check(
         raise ValueError(f"the result has {out.shape[0]} rows, the operand {num_rows}")
     if part.tile_rows % weight_rows:
         raise ValueError(f"programs of {weight_rows} rows of weights do not divide tiles of {part.tile_rows} rows")
+    if not sources:
+        raise ValueError("there is no source of experts")
     for words, _ in sources:
         if words.ndim != 2 or words.dtype != jnp.uint32 or words.shape[1] % layout.tile_rows:
             raise ValueError(

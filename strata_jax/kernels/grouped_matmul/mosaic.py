@@ -125,7 +125,7 @@ def _product(
 
             @pl.when(line >= 0)
             def _work() -> None:
-                from_rows = _sources(gathered, first[tile], ring.rows[-1])
+                from_rows = _gathered_rows(gathered, first[tile], ring.rows[-1])
 
                 def copy_batch(batch: jax.Array, _: None) -> None:
                     def each(do: Callable[[jax.Array, jax.Array], None]) -> None:
@@ -239,7 +239,7 @@ def _wait_for_copies() -> None:
     wait()
 
 
-def _sources(gathered: Sequence[Ref], start: jax.Array, num_rows: int) -> jax.Array:
+def _gathered_rows(gathered: Sequence[Ref], start: jax.Array, num_rows: int) -> jax.Array:
     """Say which rows of the input a thread copies, every eighth of the tile: u32[128 * num_rows / 8]."""
     count = num_rows // 8
     layout = ptx.words_layout(count)
