@@ -368,5 +368,5 @@ class ConversationStore:
 
 
 def _is_broken(session: Session) -> bool:
-    """Whether a step that failed took arrays of the state with it, or cells of the sequence were given up."""
+    """Whether a step was broken off, or took arrays of the state with it, or cells of the sequence were given up."""
     return session.lost_from is not None or any(x.is_deleted() for x in jax.tree.leaves(session.state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,7 +65,8 @@ class Session:
     Attributes:
         tokens: what the state has seen, in order; ``len(tokens)`` is the next position.
         count_uses: whether rounds say which experts they used.
-        lost_from: cells from here on were given up although tokens lie in them; going back to before goes on.
+        lost_from: cells from here on were given up although tokens lie in them, or a step that began here was broken
+            off; going back to a state up to here goes on.
     """
 
     engine: Engine
@@ -72,6 +74,7 @@ class Session:
     tokens: list[int] = field(default_factory=list)
     count_uses: bool = False
     lost_from: int | None = None
+    _broken_off: str | None = None
 
     def __post_init__(self) -> None:
         self.state = self.engine.empty_state()
@@ -200,9 +203,10 @@ class Session:
         self._require_cells(len(self.tokens) + num_drafts)
         engine.head()
         window = window_words([token], [], len(self.tokens), min_p, 1)
-        engine.arena, self.state, words, kept = start_drafts(engine, self.state, window, num_drafts)
-        engine.after_turns(kept)
-        report = read_report(words, 0)
+        with self._moving_on("a first window"):
+            engine.arena, self.state, words, kept = start_drafts(engine, self.state, window, num_drafts)
+            engine.after_turns(kept)
+            report = read_report(words, 0)
         return report.drafts, report.used
 
     def _require_cells(self, end: int) -> None:
@@ -224,13 +228,33 @@ class Session:
             raise RuntimeError("the K/V cells of this sequence were taken over by a later one")
         self.check_cells()
 
+    @contextmanager
+    def _moving_on(self, what: str) -> Iterator[None]:
+        """Within the context programs move the state on, and then the tokens; broken off, it may be past them."""
+        start = len(self.tokens)
+        try:
+            yield
+        except BaseException as error:
+            self.lost_from, self._broken_off = start, what
+            self.engine.stop_if_lost(what, error)
+            raise
+
     def check_cells(self) -> None:
-        """Raise RuntimeError if cells with tokens of this sequence were given up."""
+        """Raise RuntimeError if cells with tokens of this sequence were given up, or a step was broken off."""
         if self.lost_from is not None:
+            if self._broken_off is not None:
+                raise RuntimeError(
+                    f"this sequence cannot go on: {self._broken_off} was broken off after {self.lost_from:,} tokens"
+                )
             raise RuntimeError(
                 f"the K/V cells of this sequence of {len(self.tokens):,} tokens were given up from"
                 f" {self.lost_from:,} on"
             )
+
+    def now_at(self, tokens: list[int], *, drafts_usable: bool) -> None:
+        """Note that the state is the one after these tokens."""
+        self.tokens, self.drafts_usable = tokens, drafts_usable
+        self.lost_from = self._broken_off = None
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         self._check_owner()
@@ -251,13 +275,16 @@ class Session:
         ids = np.zeros(padded, np.int32)
         ids[: len(part)] = part
         next_count = len(following) if stages(engine, len(following)) else 0
-        engine.arena, self.state, read = read_chunk(engine, self.state, ids, rows, start, len(part), stage, next_count)
-        self.tokens += part
-        rows = self._ple_rows(following) if following else None  # looked up while the device reads this chunk
-        out = self._chunk_logits(want, read.streams, read.draft_streams, len(part))
-        counts = np.asarray(read.counts)
-        if lost := counts[0, 2]:
-            raise RuntimeError(f"{lost} experts that a chunk asked for were not copied: its results are wrong")
+        with self._moving_on("a chunk"):
+            engine.arena, self.state, read = read_chunk(
+                engine, self.state, ids, rows, start, len(part), stage, next_count
+            )
+            self.tokens += part
+            rows = self._ple_rows(following) if following else None  # looked up while the device reads this chunk
+            out = self._chunk_logits(want, read.streams, read.draft_streams, len(part))
+            counts = np.asarray(read.counts)
+            if lost := counts[0, 2]:
+                raise RuntimeError(f"{lost} experts that a chunk asked for were not copied: its results are wrong")
         if engine.staging is not None:
             engine.staging.count(counts[:, 3:], len(part))
         lookups, hits = counts[:, :2].sum(axis=0).tolist()
@@ -299,13 +326,14 @@ class Session:
         engine.head()
         rows = engine.ple_rows(self.tokens, window, size)
         words = window_words(window, forced, start, min_p, size)
-        started_round = run_round(engine, self.state, words, rows, how, num_drafts)
-        engine.arena, self.state, out = started_round.arena, started_round.state, started_round.found
-        engine.after_turns(started_round.kept)
-        if self.count_uses:
-            out.uses.copy_to_host_async()
-        report = read_report(out.report, size)
-        self.tokens += window[: len(report.emitted)]
+        with self._moving_on("a round"):
+            started_round = run_round(engine, self.state, words, rows, how, num_drafts)
+            engine.arena, self.state, out = started_round.arena, started_round.state, started_round.found
+            engine.after_turns(started_round.kept)
+            if self.count_uses:
+                out.uses.copy_to_host_async()
+            report = read_report(out.report, size)
+            self.tokens += window[: len(report.emitted)]
         uses = np.asarray(out.uses) if self.count_uses else None
         seconds, used = engine.programs.clock_s() - started, report.used
         record = RoundRecord(

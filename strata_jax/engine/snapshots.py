@@ -149,8 +149,7 @@ def restore(session: Session, image: Image, checkpoint: Checkpoint | None = None
                 for keys in write_rows(engine.programs, index.keys, rows, image.cells[_keys_name(name, layer)]):
                     session.state = state = _with_index(state, layer, IndexState(keys, index.tail), engine)
         session.state = _with_carried(state, point)
-        session.tokens, session.lost_from = image.token_ids[:count].tolist(), None
-        session.drafts_usable = point.drafts_usable
+        session.now_at(image.token_ids[:count].tolist(), drafts_usable=point.drafts_usable)
 
 
 def check_restorable(engine: Engine, image: Image, point: Checkpoint) -> None:
@@ -187,8 +186,7 @@ def roll_back(session: Session, checkpoint: Checkpoint) -> None:
         session.check_cells()
     with _overwriting(session):
         session.state = _with_carried(session.state, checkpoint)
-        session.tokens, session.lost_from = session.tokens[: checkpoint.num_tokens], None
-        session.drafts_usable = checkpoint.drafts_usable
+        session.now_at(session.tokens[: checkpoint.num_tokens], drafts_usable=checkpoint.drafts_usable)
 
 
 def state_hash(session: Session) -> dict[str, str]:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from strata_jax.engine import rounds
+from strata_jax.engine import session as session_module
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.session import Session
+from strata_jax.engine.snapshots import capture, restore
 from strata_jax.sampling import Sampling
 from tests.engine.conftest import load
 from tests.oracle.models import ModelStore
@@ -90,3 +92,48 @@ def test_what_rounds_leave_goes_with_them(engine: Engine) -> None:
     list(session.force([5, 6]))
     session.read_windows([7, 8, 9])
     assert not engine.programs.places
+
+
+def test_a_sequence_whose_round_was_broken_off_goes_on_from_before_it_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is that after the round, which the host has not read: going on would be another text."""
+    session = Session(engine)
+    logits = session.prefill(PROMPT)
+    image, seen = capture(session), list[int]()
+    expected = [record.emitted for record in session.decode(logits, max_tokens=12)]
+    restore(session, image)
+    read = session_module.read_report
+
+    def interrupted(words: Any, num_rows: int) -> Any:
+        seen.append(num_rows)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return read(words, num_rows)
+
+    monkeypatch.setattr(session_module, "read_report", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(session.decode(logits, max_tokens=12))
+    monkeypatch.undo()
+    message = f"cannot go on: a round was broken off after {len(session.tokens)} tokens"
+    assert len(session.tokens) > len(PROMPT)
+    for go_on in (lambda: session.prefill([1]), session.last_logits, lambda: list(session.force([1]))):
+        with pytest.raises(RuntimeError, match=message):
+            go_on()
+    restore(session, image)
+    assert [record.emitted for record in session.decode(logits, max_tokens=12)] == expected
+
+
+def test_an_engine_that_lost_its_arena_in_a_round_says_so(models: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=2)
+    session = Session(engine)
+    logits = session.prefill(PROMPT)
+
+    def failing(*args: Any) -> Any:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(engine.programs, "round_end", failing)
+    with pytest.raises(OSError, match="no memory"):
+        list(session.decode(logits, max_tokens=12))
+    with pytest.raises(RuntimeError, match=r"engine has stopped: a round failed and left no arena \(no memory\)"):
+        Session(engine).prefill(PROMPT)

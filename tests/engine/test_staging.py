@@ -204,6 +204,9 @@ def test_an_expert_that_never_comes_stops_the_prompt(engine: Engine, monkeypatch
     monkeypatch.setattr(staging, "choose_ahead", lambda *args: np.zeros(0, np.int64))
     with pytest.raises(RuntimeError, match="2 experts that a chunk asked for were not copied"):
         read(engine, monkeypatch)
+    assert isinstance(engine.owner, Session)
+    with pytest.raises(RuntimeError, match="cannot go on: a chunk was broken off after 0 tokens"):
+        engine.owner.last_logits()
 
 
 def test_any_experts_may_be_staged(engine: Engine) -> None:
