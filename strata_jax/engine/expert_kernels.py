@@ -7,6 +7,7 @@ Shapes: T tokens, X experts, K experts per token, E model width, F expert width,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -182,8 +183,7 @@ def _start(
     rows = ExpertRows(pairs, tile_map(pairs, blocks.rows), h, y, jnp.ones(num_experts, bool))
     sources = arena_sources(arrays, pages)
     if bank is not None:
-        elsewhere = jnp.stack([source.lines < 0 for source in sources]).all(axis=0)
-        sources.append(Source(bank, jnp.where(elsewhere, jnp.arange(num_experts, dtype=jnp.int32), -1)))
+        sources.append(Source(bank, jnp.where(_in_none(sources), jnp.arange(num_experts, dtype=jnp.int32), -1)))
     return _add(rows, u, tuple(sources), layout=layout, interpret=interpret)
 
 
@@ -199,10 +199,12 @@ def _add(
         interpret=interpret,
     )  # fmt: skip
     y = grouped_down(h, rows.tiles, sources, layout, rows.y, blocks, backend="mosaic", interpret=interpret)
-    left = rows.left
-    for source in sources:
-        left &= source.lines < 0
-    return replace(rows, h=h, y=y, left=left)
+    return replace(rows, h=h, y=y, left=rows.left & _in_none(sources))
+
+
+def _in_none(sources: Sequence[Source]) -> jax.Array:
+    """Which experts no source has: bool[X]."""
+    return jnp.stack([source.lines < 0 for source in sources]).all(axis=0)
 
 
 def _blocks(num_pairs: int, num_experts: int, layout: ExpertLayout) -> Blocks:

@@ -77,10 +77,9 @@ def grouped_swiglu(
     _check(layout, layout.gate, sources, u.shape[1], token_of.shape[0], out, blocks.swiglu.rows)
 
     def on_triton() -> jax.Array:
-        def fill(out: jax.Array, source: Source) -> jax.Array:
-            return triton.swiglu(u, token_of, tiles, source, parts, out, blocks, interpret)
-
-        return reduce(fill, sources, out)
+        return reduce(
+            lambda done, source: triton.swiglu(u, token_of, tiles, source, parts, done, blocks, interpret), sources, out
+        )
 
     def on_mosaic() -> jax.Array:
         ring = _ring(blocks, parts, interpret)
@@ -91,10 +90,9 @@ def grouped_swiglu(
         return mosaic.swiglu(u, token_of, tiles, sources, parts, out, ring)
 
     def in_jnp() -> jax.Array:
-        def fill(out: jax.Array, source: Source) -> jax.Array:
-            return reference.swiglu(u, token_of, tiles, source, parts, out, blocks.rows)
-
-        return reduce(fill, sources, out)
+        return reduce(
+            lambda done, source: reference.swiglu(u, token_of, tiles, source, parts, done, blocks.rows), sources, out
+        )
 
     return on_backend(backend, on_triton, in_jnp, mosaic=on_mosaic)
 
@@ -121,10 +119,7 @@ def grouped_down(
     _check(layout, layout.down, sources, h.shape[1], h.shape[0], out, blocks.down.rows)
 
     def on_triton() -> jax.Array:
-        def fill(out: jax.Array, source: Source) -> jax.Array:
-            return triton.down(h, tiles, source, part, out, blocks, interpret)
-
-        return reduce(fill, sources, out)
+        return reduce(lambda done, source: triton.down(h, tiles, source, part, done, blocks, interpret), sources, out)
 
     def on_mosaic() -> jax.Array:
         ring = _ring(blocks, (part,), interpret)
@@ -135,10 +130,7 @@ def grouped_down(
         return mosaic.down(h, tiles, sources, part, out, ring)
 
     def in_jnp() -> jax.Array:
-        def fill(out: jax.Array, source: Source) -> jax.Array:
-            return reference.down(h, tiles, source, part, out, blocks.rows)
-
-        return reduce(fill, sources, out)
+        return reduce(lambda done, source: reference.down(h, tiles, source, part, done, blocks.rows), sources, out)
 
     return on_backend(backend, on_triton, in_jnp, mosaic=on_mosaic)
 

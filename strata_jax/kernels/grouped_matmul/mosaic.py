@@ -111,9 +111,9 @@ def _product(
             """The tile, the block of weight rows, the source of the expert, and its line there."""
             at = program + i * ring.programs
             tile, block = jax.lax.div(at, num_blocks), jax.lax.rem(at, num_blocks)
-            source, line = jnp.int32(0), jnp.int32(-1)
+            own, source, line = expert[tile], jnp.int32(0), jnp.int32(-1)
             for number, there in enumerate(lines):
-                found = there[expert[tile]]
+                found = there[own]
                 source, line = jnp.where(found >= 0, number, source), jnp.where(found >= 0, found, line)
             return tile, block, source, line
 
@@ -212,7 +212,7 @@ def _product(
     )
     x, result = permute_columns(x, layout.type_name), jax.new_ref(out)
     constants, gathered = map(jnp.asarray, tables), [] if token_of is None else [token_of]
-    words, lines = ([getattr(source, name) for source in sources] for name in ("words", "lines"))
+    words, lines = zip(*sources)
     call(x, tiles.first, tiles.count, tiles.expert, tiles.num, *words, *lines, *constants, *gathered, result)
     return result[...]
 
