@@ -305,6 +305,7 @@ def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int
     for the host takes its time. The session goes on from where it is. Windows of more than one token are followed by
     the drafts of the next one, as in a run; after one of a single token they are worth nothing, but take as long.
     """
+    from strata_jax.engine.rounds import withdraw
     from strata_jax.engine.sampler import sampling_arrays
     from strata_jax.sampling import Sampling
 
@@ -319,10 +320,10 @@ def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int
             text.append(int(following[text[-1]]))
         records, floors = [], []
 
-        def run(i: int) -> Any:
+        def run(i: int, *, more: bool = False) -> Any:
             first = 1 + i * num_tokens
             window, forced = text[first : first + num_tokens], text[first + 1 : first + num_tokens + 1]
-            record = session._round(window, forced, how, 0.0, drafts)[0]
+            record = session._round(window, forced, how, 0.0, drafts, following=num_tokens if more else 0)[0]
             if len(record.emitted) != num_tokens:
                 raise RuntimeError(f"a round kept {len(record.emitted)} of {num_tokens} rows")
             return record
@@ -331,7 +332,7 @@ def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int
             session._first_window(text[1], drafts, 0.0)
         for i in range(rounds + COUNTED + 3):
             session.count_uses = i >= rounds + 3
-            record = run(i)
+            record = run(i, more=i < rounds + 2)
             if session.count_uses:
                 floors.append(bounds.round_s(record.uses, drafts, len(session.tokens)))
             elif i >= 3:
@@ -339,10 +340,12 @@ def decode_row(engine: Engine, bounds: Bounds, session: Session, num_tokens: int
         more, session.count_uses = {}, False
         if trace is not None:
             later = range(rounds + COUNTED + 3, rounds + COUNTED + 6)
-            more = trace_numbers(traced(lambda: [run(i) for i in later] and None, trace), len(later))
+            rows = [(i, i < later[-1]) for i in later]
+            more = trace_numbers(traced(lambda: [run(i, more=m) for i, m in rows] and None, trace), len(later))
         session._forget_chosen()
     finally:
         engine.plan = made
+        withdraw(engine)
         engine.publish(whole)
         engine.programs.places.clear()
     ms, floor = spread([r.seconds for r in records]), {k: statistics.mean(f[k] for f in floors) for k in floors[0]}

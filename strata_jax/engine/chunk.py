@@ -18,9 +18,10 @@ from strata_jax.engine.attention import IndexState
 from strata_jax.engine.cell_store import compile_copies
 from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import ExpertCounts, LayerBank
+from strata_jax.engine.mailbox import Mailbox
 from strata_jax.engine.model import OpenBlock, State
 from strata_jax.engine.round_words import window_words
-from strata_jax.engine.rounds import run_round, start_drafts
+from strata_jax.engine.rounds import start_drafts, start_round
 from strata_jax.engine.sampler import sampling_arrays
 from strata_jax.engine.staging import Stage, StageShapes, next_staged
 from strata_jax.kernels.expert_gemv import ExpertLayout
@@ -179,11 +180,11 @@ def compile_programs(
 
 
 def with_shapes(engine: Engine, num_lent: int = 0) -> Engine:
-    """The engine with shapes in place of the arena's arrays, the last segments missing."""
+    """The engine with shapes in place of the arena's arrays, the last segments missing; it starts no real round."""
     words = engine.plan.page_bytes // 4
     pages = engine.residency.layout.array_pages
     arrays: Any = [jax.ShapeDtypeStruct((num, words), jnp.uint32) for num in pages[: len(pages) - num_lent]]
-    return replace(engine, arena=arrays[0], segments=tuple(arrays[1:]))
+    return replace(engine, arena=arrays[0], segments=tuple(arrays[1:]), mailbox=Mailbox())
 
 
 def _compile_chunk(engine: Engine, bucket: int) -> None:
@@ -210,8 +211,7 @@ def compile_rounds(engine: Engine, min_p: float = 0.0) -> None:
         start_drafts(engine, state, window_words([0], [], 0, 0.0, 1), num_drafts)
     for num_tokens in {1, plan.spec_window}:
         size = window_rows(num_tokens, plan.spec_window, num_drafts, min_p)
-        rows = engine.ple_rows([], [0], size)
-        run_round(engine, state, window_words([0], [], 0, 0.0, size), rows, how, num_drafts)
+        start_round(engine, state, size, how, num_drafts)
 
 
 def _compile_fills(engine: Engine) -> None:

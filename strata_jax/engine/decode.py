@@ -20,7 +20,6 @@ from strata_jax.engine import ple
 from strata_jax.engine.arena import Segments, Tables
 from strata_jax.engine.attention import IndexState
 from strata_jax.engine.experts import ExpertCounts, LayerBank, no_counts
-from strata_jax.engine.mailbox import on_device
 from strata_jax.engine.matrix import Matrix
 from strata_jax.engine.model import (
     BlocksRead,
@@ -38,8 +37,10 @@ from strata_jax.engine.model import (
     trunk,
 )
 from strata_jax.engine.replacement import Kept
-from strata_jax.engine.round_words import asked, report_words
+from strata_jax.engine.round_words import WindowForm, asked, report_words
 from strata_jax.engine.sampler import SamplingArrays, sample
+from strata_jax.kernels import backend
+from strata_jax.kernels.await_words import await_words
 
 Keys = tuple[jax.Array | None, ...]
 """Index keys f32[B, d_index] of some blocks, None of those that have none."""
@@ -72,35 +73,41 @@ def round_part(
     keys: Keys,
     streams: jax.Array | None,
     words: jax.Array,
-    ple_rows: jax.Array | None,
+    turn: jax.Array | None,
     ple_history: jax.Array | None,
     kept: Kept | None = None,
     *,
     first: int,
+    form: WindowForm,
     spec: ModelSpec,
 ) -> tuple[jax.Array, jax.Array, BlocksRead, Keys, Kept | None, jax.Array | None]:
     """Run some trunk blocks of a round, from the ``first`` on: `trunk`; the index keys of blocks are written in place,
-    for those of rejected tokens are written again, and come apart from the rest. The first part also returns the words
-    for the other ones.
+    for those of rejected tokens are written again, and come apart from the rest. The first part waits for the window's
+    words, and also returns them for the other ones.
 
     Args:
         embedding: starts the streams, in the first part. streams: f32[T, C, E], of the part before in the others.
         states: without index keys. keys: of each block, None where it has none.
-        words: i32[3 + 2 T], the window (see `Asked`), in host memory in the first part. ple_rows: there, too.
+        words: i32[form.num_words], the window; in the first part the mailbox's box of them, with their number.
+        turn: i32[1], in the first part: the number to wait for.
         kept: what replacement has changed so far, in place of the segments and of the table of slots.
     """
-    ple_rows = None if ple_rows is None else on_device(ple_rows)
-    copied = on_device(words) if streams is None else None
-    window = asked(words if copied is None else copied)
+    found = None
     if streams is None:
         assert embedding is not None
-        streams = start_streams(embedding, window.tokens, spec.geometry)
+        assert turn is not None
+        words = found = await_words(words, turn, backend="reference" if backend.interprets() else "triton")
+        streams = start_streams(embedding, asked(words, form).tokens, spec.geometry)
+    window = asked(words, form)
+    ple_rows = None
+    if any(w.ple is not None for w in blocks):
+        ple_rows = ple.rows_of(form.table_part(words), spec.geometry)
     streams, arena, read, kept = trunk(
         blocks, banks, tables, arena, segments, with_keys(states, keys), streams, ple_rows, ple_history, window.start,
         window.num_real, spec, kept, first=first,
     )  # fmt: skip
     after, keys = without_keys(read.after)
-    return streams, arena, replace(read, after=after), keys, kept, copied
+    return streams, arena, replace(read, after=after), keys, kept, found
 
 
 def without_keys(states: tuple[Any, ...]) -> tuple[tuple[Any, ...], Keys]:
@@ -124,28 +131,33 @@ def round_end(
     streams: jax.Array,
     words: jax.Array,
     parts: tuple[BlocksRead, ...],
+    turn: jax.Array,
     how: SamplingArrays,
     kept: Kept | None = None,
     *,
     num_drafts: int,
+    form: WindowForm,
     spec: ModelSpec,
-) -> tuple[jax.Array, State, Round, Kept | None]:
+) -> tuple[jax.Array, State, Round, jax.Array, Kept | None]:
     """Choose tokens, accept drafts, move the state on and draft again; returns the arena, the state after the kept
-    tokens, what is for the host, and what replacement has changed.
+    tokens, what is for the host, the number that the next round waits for, and what replacement has changed.
+
+    A window without a real row keeps no token, and leaves all as it was.
 
     Args:
         weights: without the trunk's blocks. banks: the draft block's, if there is one.
         state: its blocks without index keys, as is what is returned of it.
         streams: f32[T, C, E] after the trunk. parts: what its blocks have left, in order.
+        turn: i32[1], the number that this round has waited for.
         num_drafts: drafts to make for the next window (0 where the MTP block is not used).
     """
-    window, forced, count, start, min_p = asked(words)
+    window, forced, count, start, min_p = asked(words, form)
     assert weights.head is not None
     scores = logits(streams, weights.out_mixer, weights.head, spec.geometry)
     rows = jnp.arange(window.shape[0])
     chosen = jnp.where(forced >= 0, forced, sample(scores, start + 1 + rows, how))
     agrees = (window[1:] == chosen[:-1]) & (rows[1:] < count)
-    num_kept = 1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32)))
+    num_kept = jnp.minimum(1 + jnp.sum(jnp.cumprod(agrees.astype(jnp.int32))), count)
     hidden = streams.reshape(window.shape[0], -1)
     after = [rows for part in parts for rows in part.after]
     ple_inputs = next((part.ple_inputs for part in parts if part.ple_inputs is not None), None)
@@ -153,25 +165,28 @@ def round_end(
         state,
         blocks=tuple(advance_block(b, a, num_kept) for b, a in zip(state.blocks, after, strict=True)),
         ple_history=None if ple_inputs is None else ple.advance(ple_inputs, num_kept, spec.geometry),
-        hidden=hidden[num_kept - 1],
+        hidden=jnp.where(num_kept > 0, hidden[num_kept - 1], state.hidden),
     )
     drafts, num_good = jnp.zeros(num_drafts, jnp.int32), jnp.int32(0)
     counts, uses = parts[0].counts, [part.uses for part in parts]
     for part in parts[1:]:
         counts = counts + part.counts
     if num_drafts:
+        tail = state.draft_tail
         arena, state, drafts, num_good, draft_counts, kept = draft(
             weights, banks, tables, arena, segments, state, chosen, hidden, start + 1, num_kept, min_p, kept,
             num_drafts=num_drafts, spec=spec,
         )  # fmt: skip
+        if tail is not None and state.draft_tail is not None:
+            state = replace(state, draft_tail=jnp.where(num_kept > 0, state.draft_tail, tail))
         counts = counts + draft_counts
         assert draft_counts.uses is not None
         uses.append(draft_counts.uses[None])
     elif weights.draft is not None:
         uses.append(jnp.zeros_like(uses[-1][:1]))
-    kept = None if kept is None else kept.next_round()
+    kept = None if kept is None else kept.next_round(count)
     report = jax.device_put(report_words(chosen, num_kept, drafts, num_good, counts), jax.memory.Space.Host)
-    return arena, state, Round(report, scores, jnp.concatenate(uses)), kept
+    return arena, state, Round(report, scores, jnp.concatenate(uses)), turn + 1, kept
 
 
 def first_drafts(
@@ -192,7 +207,7 @@ def first_drafts(
     Returns:
         arena, state, a report i32[4 + D] that keeps no token, what replacement has changed.
     """
-    window, _, count, start, min_p = asked(words)
+    window, _, count, start, min_p = asked(words, WindowForm(1))
     arena, state, drafts, num_good, counts, kept = draft(
         weights, banks, tables, arena, segments, state, window, state.hidden[None], start, count, min_p, kept,
         num_drafts=num_drafts, spec=spec,
@@ -236,7 +251,7 @@ def draft(
 
     def step(carry: tuple, i: jax.Array) -> tuple[tuple, tuple[jax.Array, jax.Array]]:
         arena, index, token, h, total, kept = carry
-        before, one = h.reshape(1, -1), jnp.int32(1)
+        before, one = h.reshape(1, -1), jnp.minimum(count, 1)  # none after a window without a real row
         streams, arena, after, more, kept = run(
             arena, segments, index, token, before, start + count + i, one, kept=kept
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from strata_jax.engine.program_store import ProgramStore, Unstored
 from strata_jax.engine.programs import Programs
 from strata_jax.engine.replacement import Kept, UseValues, kept_before, start_values
 from strata_jax.engine.residency import Fill, Residency, first_residency
+from strata_jax.engine.rounds import RoundAhead, withdraw
 from strata_jax.engine.staging import Staging
 from strata_jax.geometry import Geometry
 from strata_jax.gguf.layout import PLE_TABLE
@@ -58,7 +60,7 @@ class Engine:
         values: what experts are worth, where rounds keep residency up; None: they do not.
         behind: rounds have changed residents on the device since the host read them.
         staging: what copies experts ahead of prompt chunks; None: nothing does.
-        mailbox: what rounds are told.
+        mailbox: what rounds are told. ahead: the round that is to follow the one that runs, if it has been started.
     """
 
     file: WeightSource
@@ -80,6 +82,7 @@ class Engine:
     behind: bool = False
     staging: Staging | None = None
     mailbox: Mailbox = field(default_factory=Mailbox)
+    ahead: RoundAhead | None = None
 
     @classmethod
     def load(
@@ -164,6 +167,7 @@ class Engine:
         Rounds with replacement change residents on the device alone. Whoever asks for them next reads the table, once.
         """
         if self.behind:
+            withdraw(self)
             self.known, self.behind = self.known.with_experts(np.array(self.tables.slot_of)), False
         return self.known
 
@@ -264,6 +268,15 @@ class Engine:
         """Raise RuntimeError if the engine has stopped."""
         if self.stopped is not None:
             raise RuntimeError(f"the engine has stopped: {self.stopped}")
+
+    @contextmanager
+    def rounds(self) -> Iterator[None]:
+        """Within the context rounds follow each other."""
+        with self.programs.rounds():
+            try:
+                yield
+            finally:
+                withdraw(self)
 
     def empty_state(self) -> State:
         """The state before the first token."""

@@ -1,20 +1,20 @@
-"""Arrays in host memory that the host writes over, and that programs find as they were written last.
+"""Boxes in host memory in which the host tells rounds what to read, also such as have been started before.
 
 A NumPy array given to a program is copied to the device first, and the program starts when the copy has: on an H200
-(jax 0.11.2) a round of one token waits 0.25 ms longer for two arrays of 1.5 KB. An array of the mailbox is where it was
-in the round before, in pinned memory; a program that wants it copies it itself.
-
-JAX does not know of these writes. Whoever has started the programs that read the values names a result of the last one
-(`read_before`), which the next write waits for. Nobody else may read the arrays: JAX would keep what it has seen.
+(jax 0.11.2) a round of one token waits 0.25 ms longer for two arrays of 1.5 KB. A box is where it was in the round
+before, in pinned memory, and a program that wants its words reads them itself (`kernels/await_words`): those of the
+number that the device counts up to. JAX does not know of these writes, so nobody else may read a box.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from strata_jax.engine.host_copies import address
@@ -22,36 +22,46 @@ from strata_jax.engine.host_copies import address
 
 @dataclass
 class Mailbox:
-    """Arrays by name, shape and dtype: what the device is given, and the same bytes for the host to write."""
+    """A box for each number of words: what the device is given, and the same bytes for the host to write.
 
-    arrays: dict[tuple[str, tuple[int, ...], np.dtype[Any]], tuple[jax.Array, np.ndarray]] = field(default_factory=dict)
-    _result: Any = None
+    Attributes:
+        told, begun: numbers of the last round that was told what to read, and of the last one that was started.
+        turn: i32[1], the number that the next round to be started waits for; rounds write over it.
+    """
 
-    def put(self, name: str, values: np.ndarray) -> jax.Array:
-        """Write values over those of that name, shape and dtype; returns the array in host memory that has them.
+    told: int = 0
+    begun: int = 0
+    _turn: jax.Array | None = None
+    _boxes: dict[int, tuple[jax.Array, np.ndarray]] = field(default_factory=dict)
+    _results: dict[int, Any] = field(default_factory=dict)
 
-        Raises:
-            ValueError: JAX has no arrays of this dtype, as of 64 bits unless it is told so.
-        """
-        result, self._result = self._result, None
-        jax.block_until_ready(result)
-        key = name, values.shape, values.dtype
-        if key not in self.arrays:
+    @property
+    def turn(self) -> jax.Array:
+        if self._turn is None:
+            self._turn = jnp.ones(1, jnp.int32)
+        return self._turn
+
+    def box(self, num_words: int) -> jax.Array:
+        """The box i32[1 + num_words], in host memory."""
+        if num_words not in self._boxes:
             where = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-            array = jax.device_put(np.zeros_like(values), where, may_alias=False)
-            if array.dtype != values.dtype:
-                raise ValueError(f"{name}: {values.dtype} would become {array.dtype} on the device")
+            array = jax.device_put(np.zeros(1 + num_words, np.int32), where, may_alias=False)
             memory = (ctypes.c_uint8 * array.nbytes).from_address(address(array))
-            self.arrays[key] = array, np.frombuffer(memory, values.dtype).reshape(values.shape)
-        array, memory_of_it = self.arrays[key]
-        memory_of_it[...] = values
-        return array
+            self._boxes[num_words] = array, np.frombuffer(memory, np.int32)
+        return self._boxes[num_words][0]
 
-    def read_before(self, result: Any) -> None:
-        """Note that all of the mailbox has been read once this result of a program is there."""
-        self._result = result
+    def tell(self, words: np.ndarray) -> None:
+        """Tell a round its words i32[n]: the one that was started before it was told, or the next one to be."""
+        jax.block_until_ready(self._results.pop(self.told, None))
+        self.box(len(words))
+        memory = self._boxes[len(words)][1]
+        memory[1:] = words
+        with threading.Lock():  # for the device, too, the words are there before their number is
+            self.told = min(self.told, self.begun) + 1
+        memory[0] = self.told
 
-
-def on_device(array: jax.Array) -> jax.Array:
-    """Within a program: the array in device memory."""
-    return jax.device_put(array, jax.memory.Space.Device)
+    def started(self, turn: jax.Array, result: Any) -> None:
+        """Note that the programs of a round have been started: the number after its own, and a result that is there
+        once its words have been read."""
+        self.begun += 1
+        self._turn, self._results[self.begun] = turn, result

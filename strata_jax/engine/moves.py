@@ -22,6 +22,7 @@ from strata_jax.engine.engine import Engine, bank_sharding, new_pages
 from strata_jax.engine.matrix import Matrix
 from strata_jax.engine.move_report import RELEASE_S, MoveDone, check_change, device_change
 from strata_jax.engine.residency import Fill, PageMove, Residency
+from strata_jax.engine.rounds import withdraw
 from strata_jax.engine.session import Session
 from strata_jax.errors import ConfigError, DoesNotFit
 from strata_jax.memory.ledger import MIB, Owner
@@ -298,6 +299,7 @@ class Mover:
     def _move(self, kind: MoveKind, owner: Owner, cause: str) -> Iterator[_Job]:
         engine = self.engine
         engine.check_running()
+        withdraw(engine)
         job, in_use = _Job(), engine.bytes_in_use()
         try:
             yield job

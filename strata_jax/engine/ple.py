@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from strata_jax.engine.layers import rms_norm
-from strata_jax.engine.matrix import Matrix, decode_rows, linears
+from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix, decode_rows, linears
 from strata_jax.geometry import Geometry
+from strata_jax.gguf.layout import PLE_TABLE
 from strata_jax.memory.sizes import PLE_DILATION as DILATION
+from strata_jax.memory.sizes import model_sizes
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +63,18 @@ def table_rows(tokens: Sequence[int], start: int, count: int, g: Geometry) -> np
     sizes, offsets = (np.asarray(x, np.uint64).reshape(span - 1, 1, -1) for x in (g.ple_vocab_sizes, g.ple_offsets))
     rows = np.stack(found)[:, :, None] % sizes + offsets
     return rows.transpose(1, 0, 2).reshape(count, -1)
+
+
+def rows_of(words: jax.Array, g: Geometry) -> jax.Array:
+    """Take packed rows out of the words i32[T, n] of a window: as `apply` takes them."""
+    table, num_tokens = g.tensor_types[PLE_TABLE], words.shape[0]
+    row_bytes = table.num_bytes // table.shape[0]
+    packed = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(num_tokens, -1)
+    packed = packed[:, : model_sizes(g).table_row_bytes].reshape(num_tokens, -1, row_bytes)
+    if table.type_name not in NATIVE_DTYPES:
+        return packed
+    dtype = jnp.dtype(NATIVE_DTYPES[table.type_name])
+    return jax.lax.bitcast_convert_type(packed.reshape(*packed.shape[:2], -1, dtype.itemsize), dtype)
 
 
 def apply(

@@ -38,7 +38,7 @@ from strata_jax.engine.model import (
     start_streams,
 )
 from strata_jax.engine.replacement import Kept
-from strata_jax.engine.round_words import num_window_rows
+from strata_jax.engine.round_words import WindowForm
 from strata_jax.engine.sampler import SamplingArrays, sample
 from strata_jax.geometry import Geometry
 from strata_jax.kernels.expert_gemv import ExpertLayout
@@ -145,27 +145,29 @@ class Programs(CompiledPrograms):
         return self.call(key, f, args, donate)
 
     def round_part(
-        self, first: int, *args: Any
+        self, form: WindowForm, first: int, *args: Any
     ) -> tuple[jax.Array, jax.Array, BlocksRead, Keys, Kept | None, jax.Array | None]:
         """`decode.round_part`; what replacement has changed is the last argument, with the segments."""
-        f = partial(round_part, first=first, spec=self.spec)
+        f = partial(round_part, first=first, form=form, spec=self.spec)
         kept = args[-1]
         segments = args[5] if kept is None else kept.segments
-        part = ("decode", num_window_rows(args[9]), first, len(args[1]))
+        part = ("decode", form.num_rows, first, len(args[1]))
         donate = ("arena", "keys") if kept is None else ("arena", "keys", "kept")
         return self.in_place(
             part, _key(*part, segments=segments), f, args, donate, lambda out: (out[0], out[2], out[5])
         )
 
-    def round_end(self, num_drafts: int, *args: Any) -> tuple[jax.Array, State, Round, Kept | None]:
+    def round_end(
+        self, form: WindowForm, num_drafts: int, *args: Any
+    ) -> tuple[jax.Array, State, Round, jax.Array, Kept | None]:
         """`decode.round_end`; what replacement has changed is the last argument, with the segments."""
-        f = partial(round_end, num_drafts=num_drafts, spec=self.spec)
+        f = partial(round_end, num_drafts=num_drafts, form=form, spec=self.spec)
         kept = args[-1]
         segments = args[4] if kept is None else kept.segments
         sizes = tuple(len(part.after) for part in args[8])
-        part = ("decode end", num_window_rows(args[7]), num_drafts, sizes)
-        key = _key(*part, _choice(args[9]), segments=segments)
-        donate = ("arena", "state") if kept is None else ("arena", "state", "kept")
+        part = ("decode end", form.num_rows, num_drafts, sizes)
+        key = _key(*part, _choice(args[10]), segments=segments)
+        donate = ("arena", "state", "turn") if kept is None else ("arena", "state", "turn", "kept")
         # the report lies in host memory, the rest stays on the device
         return self.in_place(part, key, f, args, donate, lambda out: replace(out[2], report=None))
 

@@ -66,9 +66,9 @@ class Kept:
     def values(self) -> UseValues:
         return UseValues(self.tables.count, self.tables.last, self.tables.clock)
 
-    def next_round(self) -> Kept:
-        """The same for the round after this one."""
-        return replace(self, tables=replace(self.tables, clock=self.tables.clock + 1))
+    def next_round(self, count: jax.Array) -> Kept:
+        """The same for the round after this one of ``count`` tokens; one without any does not count."""
+        return replace(self, tables=replace(self.tables, clock=self.tables.clock + jnp.minimum(count, 1)))
 
 
 def start_values(order: SlotOrder, num_blocks: int) -> UseValues:

@@ -1,7 +1,8 @@
 """A decode round, part by part: the host starts one program after the other and reads nothing in between.
 
 A program of many blocks has hundreds of arrays to be told of before the GPU begins, milliseconds for 48 blocks; told of
-them in parts, the GPU computes one part while the host starts the next.
+them in parts, the GPU computes one part while the host starts the next. A round that is sure to follow can be started
+while the one before runs (`RoundAhead`): then the GPU only waits for what the host tells it to read.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import numpy as np
 from strata_jax.engine.decode import Round, with_keys, without_keys
 from strata_jax.engine.model import BlocksRead, State
 from strata_jax.engine.replacement import Kept
+from strata_jax.engine.round_words import WindowForm
 from strata_jax.engine.sampler import SamplingArrays
+from strata_jax.kernels import backend
+from strata_jax.memory.sizes import model_sizes
 
 if TYPE_CHECKING:
     from strata_jax.engine.engine import Engine
+    from strata_jax.engine.session import Session
 
 # Blocks of the trunk in a program at most, and in the first of several. The GPU waits while the host starts that one,
 # and has to have work for as long as starting the next one takes (about 0.1 ms a block each, one H200): each has up to
@@ -42,6 +47,27 @@ class StartedRound:
     kept: Kept | None
 
 
+@dataclass(frozen=True)
+class RoundAhead:
+    """A round that is to follow the one that runs, before it is told what to read.
+
+    Attributes:
+        session: whose round it is. num_rows, how, num_drafts: as of `start_round`.
+        started: its results; None where programs cannot wait (on a CPU): it is started when it is told.
+    """
+
+    session: Session
+    num_rows: int
+    how: SamplingArrays
+    num_drafts: int
+    started: StartedRound | None
+
+    def fits(self, session: Session, num_rows: int, how: SamplingArrays, num_drafts: int) -> bool:
+        """Whether it is this round."""
+        same = self.session is session and self.how is how
+        return same and (self.num_rows, self.num_drafts) == (num_rows, num_drafts)
+
+
 def parts_of(num_layers: int) -> list[tuple[int, int]]:
     """The first block of each part and the one after its last; a small model is one part."""
     size = num_layers if num_layers <= PART_BLOCKS else min(FIRST_BLOCKS, PART_BLOCKS)
@@ -52,39 +78,72 @@ def parts_of(num_layers: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
-def run_round(
-    engine: Engine, state: State, words: np.ndarray, ple_rows: np.ndarray | None, how: SamplingArrays, num_drafts: int
-) -> StartedRound:
-    """Start a round of the window in ``words`` (see `window_words`), once the report of the one before is there.
+def start_round(engine: Engine, state: State, num_rows: int, how: SamplingArrays, num_drafts: int) -> StartedRound:
+    """Start a round of ``num_rows`` rows; it reads what the mailbox tells it, before or, on a GPU, after this.
 
     Arena, state and what replacement has are used up.
     """
-    programs, weights, g = engine.programs, engine.weights, engine.geometry
-    window = engine.mailbox.put("window", words)
-    rows = None if ple_rows is None else engine.mailbox.put("n-gram rows", ple_rows)
-    arena, streams = engine.arena, None
+    programs, weights, g, mailbox = engine.programs, engine.weights, engine.geometry, engine.mailbox
+    form = window_form(engine, num_rows)
+    arena, streams, words = engine.arena, None, mailbox.box(form.num_words)
     tables, segments, kept = engine.round_tables()
     states, written, parts = list[Any](), list[jax.Array | None](), list[BlocksRead]()
     for first, end in parts_of(g.num_layers):
         here = slice(first, end)
         reads_table = g.ple_layer is not None and first <= g.ple_layer < end
-        table: tuple[Any, Any] = (rows, state.ple_history) if reads_table else (None, None)
         bare, keys = without_keys(state.blocks[here])
-        streams, arena, read, new_keys, kept, copied = programs.round_part(
-            first, None if first else weights.embed, weights.blocks[here], engine.banks[here], tables, arena, segments,
-            bare, keys, streams, window, *table, kept,
+        streams, arena, read, new_keys, kept, found = programs.round_part(
+            form, first, None if first else weights.embed, weights.blocks[here], engine.banks[here], tables, arena,
+            segments, bare, keys, streams, words, None if first else mailbox.turn,
+            state.ple_history if reads_table else None, kept,
         )  # fmt: skip
-        window = window if copied is None else copied
+        words = words if found is None else found
         parts.append(read)
         states += bare
         written += new_keys
-    arena, state, found, kept = programs.round_end(
-        num_drafts, weights.without_blocks(), engine.banks[g.num_layers :], tables, arena, segments,
-        replace(state, blocks=tuple(states)), streams, window, tuple(parts), how, kept,
+    arena, state, out, turn, kept = programs.round_end(
+        form, num_drafts, weights.without_blocks(), engine.banks[g.num_layers :], tables, arena, segments,
+        replace(state, blocks=tuple(states)), streams, words, tuple(parts), mailbox.turn, how, kept,
     )  # fmt: skip
-    engine.mailbox.read_before(found.report)
+    mailbox.started(turn, out.report)
     state = replace(state, blocks=with_keys(state.blocks, tuple(written)))
-    return StartedRound(arena, state, found, kept)
+    return StartedRound(arena, state, out, kept)
+
+
+def next_round(
+    session: Session, words: np.ndarray, num_rows: int, how: SamplingArrays, num_drafts: int
+) -> tuple[StartedRound, bool]:
+    """Tell the session's next round its words, and start it if it has not been; says whether it had waited."""
+    engine, ahead = session.engine, session.engine.ahead
+    if ahead is None or not ahead.fits(session, num_rows, how, num_drafts):
+        withdraw(engine)
+        ahead = None
+    engine.ahead = None
+    engine.mailbox.tell(words)
+    if ahead is not None and ahead.started is not None:
+        return ahead.started, True
+    return start_round(engine, session.state, num_rows, how, num_drafts), False
+
+
+def start_ahead(session: Session, num_rows: int, how: SamplingArrays, num_drafts: int) -> None:
+    """Start the round after the one that was started last, for it is sure to follow."""
+    engine, started = session.engine, None
+    if not backend.interprets():
+        started = start_round(engine, session.state, num_rows, how, num_drafts)
+    engine.ahead = RoundAhead(session, num_rows, how, num_drafts, started)
+
+
+def withdraw(engine: Engine) -> None:
+    """Before anything but the round that was started ahead: it is told to read nothing, and leaves all as it was."""
+    ahead, engine.ahead = engine.ahead, None
+    if ahead is not None and ahead.started is not None:
+        engine.mailbox.tell(np.zeros(window_form(engine, ahead.num_rows).num_words, np.int32))
+        ahead.session.take(ahead.started)
+
+
+def window_form(engine: Engine, num_rows: int) -> WindowForm:
+    """What the words of a window of so many rows are."""
+    return WindowForm.of(num_rows, model_sizes(engine.geometry).table_row_bytes)
 
 
 def start_drafts(

@@ -14,8 +14,8 @@ import numpy as np
 from strata_jax.engine.attention import IndexState
 from strata_jax.engine.chunk import read_chunk, window_rows
 from strata_jax.engine.engine import Engine
-from strata_jax.engine.round_words import Lookups, read_report, window_words
-from strata_jax.engine.rounds import run_round, start_drafts
+from strata_jax.engine.round_words import Lookups, Report, read_report, window_words
+from strata_jax.engine.rounds import StartedRound, next_round, start_ahead, start_drafts, withdraw
 from strata_jax.engine.sampler import SamplingArrays, sampling_arrays
 from strata_jax.engine.staging import Stage, staged_prompt, stages
 from strata_jax.errors import ConfigError, DoesNotFit
@@ -77,6 +77,7 @@ class Session:
     _broken_off: str | None = None
 
     def __post_init__(self) -> None:
+        withdraw(self.engine)
         self.state = self.engine.empty_state()
         self.drafts_usable = self.engine.plan.with_draft
         self.engine.owner = self
@@ -151,10 +152,12 @@ class Session:
         if num_drafts and left > 0 and token not in stop_ids and self.num_cells_left > 0:
             self._check_owner()
             drafts, used = self._first_window(token, num_drafts, min_p)
-        with engine.programs.rounds():
+        with engine.rounds():
             while left > 0 and token not in stop_ids and self.num_cells_left > 0:
                 window = [token, *drafts][: min(left, self.num_cells_left)]
-                record, drafts = self._round(window, [], how, min_p, num_drafts, used)[:2]
+                sure = left > len(window) and (num_drafts == 0 or min_p == 0)
+                following = 1 + num_drafts if sure else 0
+                record, drafts = self._round(window, [], how, min_p, num_drafts, used, following)[:2]
                 used = Lookups()
                 yield record
                 left -= len(record.emitted)
@@ -167,7 +170,7 @@ class Session:
         self._check_tokens(tokens)
         self.drafts_usable = False  # the MTP block does not see these tokens
         how = sampling_arrays(Sampling())
-        with self.engine.programs.rounds():
+        with self.engine.rounds():
             for i, token in enumerate(tokens):
                 record, _, scores = self._round([token], list(tokens[i + 1 : i + 2]), how, 0.0, 0)
                 yield record, np.asarray(scores)[0]
@@ -184,11 +187,12 @@ class Session:
         if num_drafts and left:
             self._forget_chosen()
             self._first_window(left[0], num_drafts, 0.0)
-        with engine.programs.rounds():
+        most = engine.plan.spec_window if engine.plan.with_draft else 1
+        with engine.rounds():
             while left:
-                window = left[: engine.plan.spec_window if engine.plan.with_draft else 1]
-                left = left[len(window) :]
-                self._round(window, [*window[1:], *left[:1]], how, 0.0, num_drafts)
+                window, left = left[:most], left[most:]
+                forced, following = [*window[1:], *left[:1]], min(most, len(left))
+                self._round(window, forced, how, 0.0, num_drafts, following=following)
         self._forget_chosen()
 
     def _forget_chosen(self) -> None:
@@ -209,6 +213,16 @@ class Session:
             report = read_report(words, 0)
         return report.drafts, report.used
 
+    def _has_cells(self, start: int, num_rows: int) -> bool:
+        """Whether a round from a position on can write its cells as they are now."""
+        engine, end = self.engine, min(start + num_rows, self.engine.plan.context_cells)
+        return engine.cell_store is None and start < end <= engine.known.mapped_cells
+
+    def take(self, started: StartedRound) -> None:
+        """Go on from a round that has been started."""
+        self.engine.arena, self.state = started.arena, started.state
+        self.engine.after_turns(started.kept)
+
     def _require_cells(self, end: int) -> None:
         """What a program would write to cells without a page would be lost.
 
@@ -223,6 +237,11 @@ class Session:
             raise RuntimeError(f"{end:,} K/V cells are needed; {engine.known.mapped_cells:,} are mapped")
 
     def _check_owner(self) -> None:
+        """Before the device is asked for anything but a round."""
+        withdraw(self.engine)
+        self._check_mine()
+
+    def _check_mine(self) -> None:
         self.engine.check_running()
         if self.engine.owner is not self:
             raise RuntimeError("the K/V cells of this sequence were taken over by a later one")
@@ -315,24 +334,40 @@ class Session:
         min_p: float,
         num_drafts: int,
         earlier: Lookups = Lookups(),  # noqa: B008 (immutable)
+        following: int = 0,
     ) -> tuple[RoundRecord, list[int], jax.Array]:
         """Verify a window; returns the record, the drafts worth verifying next, and the logits f32[T, V], over which
         the next round writes.
+
+        Args:
+            following: tokens of the window that is sure to follow, whose round may be started ahead; the logits are
+                lost then.
         """
-        self._check_owner()
+        self._check_mine()
         engine, started, start = self.engine, self.engine.programs.clock_s(), len(self.tokens)
         size = window_rows(len(window), engine.plan.spec_window, num_drafts, min_p)
         self._require_cells(start + size + num_drafts)
         engine.head()
         rows = engine.ple_rows(self.tokens, window, size)
-        words = window_words(window, forced, start, min_p, size)
+        words = window_words(window, forced, start, min_p, size, rows)
         with self._moving_on("a round"):
-            started_round = run_round(engine, self.state, words, rows, how, num_drafts)
-            engine.arena, self.state, out = started_round.arena, started_round.state, started_round.found
-            engine.after_turns(started_round.kept)
-            if self.count_uses:
-                out.uses.copy_to_host_async()
-            report = read_report(out.report, size)
+            report = Report((), [], Lookups())
+            while not report.emitted:
+                this, waited = next_round(self, words, size, how, num_drafts)
+                self.take(this)
+                out = this.found
+                if self.count_uses:
+                    out.uses.copy_to_host_async()
+                elif following:
+                    rows_after = window_rows(following, engine.plan.spec_window, num_drafts, min_p)
+                    if self._has_cells(start + len(window), rows_after + num_drafts):
+                        start_ahead(self, rows_after, how, num_drafts)
+                report = read_report(out.report, size)
+                if not report.emitted:  # it has waited, and was told too late
+                    if not waited:
+                        raise RuntimeError("a round that was told what to read has kept no token")
+                    withdraw(engine)
+                    following = 0
             self.tokens += window[: len(report.emitted)]
         uses = np.asarray(out.uses) if self.count_uses else None
         seconds, used = engine.programs.clock_s() - started, report.used
@@ -345,6 +380,7 @@ class Session:
 def fresh_session(engine: Engine, **settings: Any) -> Session:
     """A session before its first token; the one before gives its memory back first, there is none for two."""
     before = engine.owner
+    withdraw(engine)
     if isinstance(before, Session):
         for array in jax.tree.leaves(before.state):
             array.delete()

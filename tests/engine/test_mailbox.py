@@ -1,56 +1,87 @@
-"""The mailbox: programs find what was written last, in the same place."""
+"""The mailbox: a round finds what it was told, in the same place, and nothing that was meant for another one."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from strata_jax.engine.host_copies import address
-from strata_jax.engine.mailbox import Mailbox, on_device
+from strata_jax.engine.mailbox import Mailbox
+from strata_jax.kernels.await_words import await_words
+
+WORDS = np.arange(10, 16, dtype=np.int32)
+look = jax.jit(await_words)
 
 
-def test_a_program_finds_what_was_written_last() -> None:
+class Result:
+    """Of a round: notes when it is waited for."""
+
+    def __init__(self, mailbox: Mailbox, num_words: int = len(WORDS)) -> None:
+        self.seen, self.mailbox, self.num_words = list[list[int]](), mailbox, num_words
+
+    def block_until_ready(self) -> None:
+        self.seen.append(np.asarray(self.mailbox.box(self.num_words))[1:].tolist())
+
+
+def start(mailbox: Mailbox) -> Result:
+    """A round that counts on, as rounds do."""
+    result = Result(mailbox)
+    mailbox.started(mailbox.turn + 1, result)
+    return result
+
+
+def test_a_program_finds_what_was_told_last_in_the_same_place() -> None:
     mailbox = Mailbox()
-    values = np.arange(6, dtype=np.int32).reshape(2, 3)
-    array = mailbox.put("words", values)
-    assert array.sharding.memory_kind == "pinned_host"
-    read = jax.jit(lambda x: on_device(x) + 1)
+    box = mailbox.box(len(WORDS))
+    assert box.sharding.memory_kind == "pinned_host"
     for added in range(3):
-        assert mailbox.put("words", values + added) is array
-        found = read(array)
+        assert not look(box, mailbox.turn).any()  # not told yet
+        mailbox.tell(WORDS + added)
+        assert mailbox.box(len(WORDS)) is box
+        found = look(box, mailbox.turn)
         assert found.sharding.memory_kind == "device"
-        np.testing.assert_array_equal(found, values + added + 1)
+        np.testing.assert_array_equal(found, WORDS + added)
+        start(mailbox)
 
 
-def test_other_names_shapes_and_types_have_other_places() -> None:
+def test_boxes_of_other_sizes_have_other_places_and_count_on() -> None:
     mailbox = Mailbox()
-    values = np.arange(4, dtype=np.int32)
-    places = [
-        mailbox.put(name, x)
-        for name, x in (("a", values), ("b", values), ("a", values[:2]), ("a", values.astype(np.uint8)))
-    ]
-    assert len({address(array) for array in places}) == 4
-    mailbox.put("a", np.zeros(4, np.int32))
-    assert [array.tolist() for array in places[1:]] == [[0, 1, 2, 3], [0, 1], [0, 1, 2, 3]]
-    mailbox.put("b", np.arange(8, dtype=np.int32)[::-2])
-    assert jax.jit(on_device)(places[1]).tolist() == [7, 5, 3, 1]
+    sizes = (3, 6, 2)
+    assert len({address(mailbox.box(size)) for size in sizes}) == 3
+    for size in sizes:
+        mailbox.tell(WORDS[:size])
+        np.testing.assert_array_equal(look(mailbox.box(size), mailbox.turn), WORDS[:size])
+        start(mailbox)
+    mailbox.tell(np.zeros(6, np.int32))
+    assert [int(np.asarray(mailbox.box(size))[0]) for size in sizes] == [1, 4, 3]
 
 
-def test_nothing_is_written_before_the_last_values_have_been_read() -> None:
-    mailbox, seen = Mailbox(), list[list[int]]()
-    array = mailbox.put("words", np.arange(3, dtype=np.int32))
-
-    class Result:
-        def block_until_ready(self) -> None:
-            seen.append(jax.jit(on_device)(array).tolist())
-
-    mailbox.read_before(Result())
-    mailbox.put("words", np.arange(3, dtype=np.int32) + 5)
-    mailbox.put("words", np.arange(3, dtype=np.int32) + 6)
-    assert seen == [[0, 1, 2]]
+def test_a_round_that_was_started_first_is_told_next() -> None:
+    mailbox = Mailbox()
+    mailbox.tell(WORDS)
+    start(mailbox)
+    waiting = mailbox.turn
+    start(mailbox)
+    mailbox.tell(WORDS + 1)
+    np.testing.assert_array_equal(look(mailbox.box(len(WORDS)), waiting), WORDS + 1)
+    assert not look(mailbox.box(len(WORDS)), mailbox.turn).any()
 
 
-def test_a_type_that_the_device_would_change_is_refused() -> None:
-    with pytest.raises(ValueError, match="words: int64 would become int32 on the device"):
-        Mailbox().put("words", np.zeros(2, np.int64))
+def test_nothing_is_written_before_the_last_words_have_been_read() -> None:
+    mailbox = Mailbox()
+    mailbox.tell(WORDS)
+    first = start(mailbox)
+    second = start(mailbox)  # ahead: it cannot have read anything
+    mailbox.tell(WORDS + 5)
+    assert (first.seen, second.seen) == ([WORDS.tolist()], [])
+    mailbox.tell(WORDS + 6)
+    assert (len(first.seen), second.seen) == (1, [(WORDS + 5).tolist()])
+
+
+def test_a_round_that_could_not_be_started_is_told_again() -> None:
+    mailbox = Mailbox()
+    mailbox.tell(WORDS)
+    mailbox.tell(WORDS + 1)
+    np.testing.assert_array_equal(look(mailbox.box(len(WORDS)), mailbox.turn), WORDS + 1)
+    assert mailbox.turn.dtype == jnp.int32

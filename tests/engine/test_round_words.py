@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from strata_jax.engine import rounds
 from strata_jax.engine.experts import ExpertCounts
 from strata_jax.engine.host_copies import address
-from strata_jax.engine.round_words import Lookups, Report, asked, num_window_rows, read_report, report_words
+from strata_jax.engine.round_words import Lookups, Report, WindowForm, asked, read_report, report_words
 from strata_jax.engine.round_words import window_words as words_of
 from strata_jax.engine.session import Session
 from tests.engine.conftest import LoadEngine
@@ -24,14 +25,19 @@ from tests.oracle.models import ModelStore
 @pytest.mark.parametrize("min_p", [0.0, 0.3, 1e-30])
 def test_a_window_arrives_as_it_was_packed(num_rows: int, min_p: float) -> None:
     words = words_of([7, 2**31 - 1], [5], 123_456, min_p, num_rows)
-    assert words.shape == (3 + 2 * num_rows,)
-    assert num_window_rows(words) == num_rows
-    window = jax.jit(asked)(words)
+    form = WindowForm(num_rows)
+    assert words.shape == (3 + 2 * num_rows,) == (form.num_words,)
+    window = jax.jit(partial(asked, form=form))(words)
     rest = num_rows - 2
     assert window.tokens.tolist() == [7, 2**31 - 1, *[0] * rest]
     assert window.forced.tolist() == [5, -1, *[-1] * rest]
     assert (int(window.num_real), int(window.start)) == (2, 123_456)
     assert float(window.min_p) == np.float32(min_p)
+
+
+def test_no_words_are_no_tokens() -> None:
+    form = WindowForm(3, 2)
+    assert int(asked(jnp.zeros(form.num_words, jnp.int32), form).num_real) == 0
 
 
 @pytest.mark.parametrize(("kept", "good"), [(1, 0), (2, 3), (4, 1)])
@@ -42,7 +48,7 @@ def test_a_report_is_read_as_it_was_written(kept: int, good: int) -> None:
     assert read_report(words, 4) == expected
 
 
-def test_a_round_finds_its_two_arrays_in_host_memory_and_leaves_its_report_there(
+def test_a_round_finds_its_words_in_host_memory_and_leaves_its_report_there(
     models: ModelStore, load_engine: LoadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_engine(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=2)
@@ -58,7 +64,6 @@ def test_a_round_finds_its_two_arrays_in_host_memory_and_leaves_its_report_there
             host = [leaf for leaf in leaves if leaf.sharding.memory_kind == "pinned_host"]
             given.append([(leaf.shape, address(leaf)) for leaf in host])
             window = args[10] if key[0] == "decode" else args[8]
-            assert window.shape == (7,)
             windows.append(address(window))
         result: Any = call(key, f, args, *how)
         if key[0] == "decode end":
@@ -75,12 +80,13 @@ def test_a_round_finds_its_two_arrays_in_host_memory_and_leaves_its_report_there
     list(islice(session.decode(logits, max_tokens=20), 4))
     rows = engine.ple_rows([], [0], 2)
     assert rows is not None
+    box = (1 + 7 + rows.nbytes // 4,)
     num_parts = len(rounds.parts_of(engine.geometry.num_layers))
     assert num_parts > 1
-    assert copied == [(7,), rows.shape]  # when the mailbox was made, in the first round
+    assert copied == [box]  # when the mailbox was made, in the first round
     assert len(given) == 3 * (num_parts + 1)
     first = given[0]
-    assert [shape for shape, _ in first] == [(7,), rows.shape]
+    assert [shape for shape, _ in first] == [box]
     assert given == [first, *[[]] * num_parts] * 3  # the same places in each round
-    assert windows == [windows[0], *[windows[1]] * num_parts] * 3  # the first part's copy, for all others
+    assert windows == [windows[0], *[windows[1]] * num_parts] * 3  # what the first part has read, for all others
     assert reports == ["pinned_host"] * 3

@@ -44,9 +44,9 @@ def test_a_round_in_parts_gives_the_bits_of_one_in_one_part(
     assert len(text) < 24  # drafts were kept
     started, run_part = set[int](), engine.programs.round_part
 
-    def round_part(first: int, *args: Any) -> Any:
+    def round_part(form: Any, first: int, *args: Any) -> Any:
         started.add(first)
-        return run_part(first, *args)
+        return run_part(form, first, *args)
 
     monkeypatch.setattr(engine.programs, "round_part", round_part)
     monkeypatch.setattr(rounds, "PART_BLOCKS", size)

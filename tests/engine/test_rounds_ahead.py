@@ -1,0 +1,182 @@
+"""Rounds that are started before they are told what to read: which are, and that one in vain leaves no trace.
+
+Programs on a CPU do not wait: here, a round that is really started ahead finds no words, keeps no token, and the host
+starts it once more. That a GPU waits is for `tests/kernels/test_await_words.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from strata_jax.engine import rounds
+from strata_jax.engine import session as session_module
+from strata_jax.engine.engine import Engine
+from strata_jax.engine.moves import Mover
+from strata_jax.engine.session import Session, fresh_session
+from strata_jax.sampling import Sampling
+from tests.engine.conftest import load
+from tests.oracle.models import ModelStore
+
+PROMPT = list(range(3, 43))
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def engines(models: ModelStore) -> Callable[[int], Engine]:
+    path, kept = models.synthetic("nano", 0, echo_mtp=0.1), dict[int, Engine]()
+
+    def get(window: int) -> Engine:
+        if window not in kept:
+            kept[window] = load(path, spec_window=window)
+        return kept[window]
+
+    return get
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rounds are really started ahead; the positions before them."""
+    found, start_ahead = list[int](), session_module.start_ahead
+
+    def started(session: Session, *how: Any) -> None:
+        found.append(len(session.tokens))
+        start_ahead(session, *how)
+        ahead = session.engine.ahead
+        assert ahead is not None
+        assert ahead.started is not None
+        jax.block_until_ready(ahead.started.found)  # it has looked for its words before they are there
+
+    monkeypatch.setattr(session_module, "start_ahead", started)
+    monkeypatch.setattr(rounds, "backend", SimpleNamespace(interprets=lambda: False))
+    return found
+
+
+def run(engine: Engine, sampling: Sampling, between: Callable[[], Any] = lambda: None) -> tuple[list[Any], list[Any]]:
+    """Text, then tokens through windows, then a chunk: what was kept, and every logit and value of the state."""
+    session, texts = fresh_session(engine), list[Any]()
+    for record in session.decode(session.prefill(PROMPT), max_tokens=NEW, sampling=sampling):
+        texts.append((record.position, record.emitted, record.lookups, record.hits))
+        between()
+    session.read_windows([5, 6, 7, 8, 9, 10, 11])
+    logits = [session.last_logits(), session.prefill([8, 9], want="all")]
+    more = list(session.decode(logits[1][-1:], max_tokens=4, sampling=sampling))
+    texts += [(record.position, record.emitted) for record in more]
+    return texts, [np.asarray(x) for x in (*logits, *jax.tree.leaves(session.state))]
+
+
+def assert_same(found: tuple[list[Any], list[Any]], expected: tuple[list[Any], list[Any]]) -> None:
+    assert found[0] == expected[0]
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_round_that_is_told_too_late_leaves_no_trace(
+    window: int, sampling: Sampling, engines: Callable[[int], Engine], request: pytest.FixtureRequest
+) -> None:
+    engine = engines(window)
+    expected, begun = run(engine, sampling), engine.mailbox.begun
+    plain = engine.mailbox.begun - begun
+    begun = engine.mailbox.begun
+    ahead = request.getfixturevalue("ahead")
+    assert_same(run(engine, sampling), expected)
+    assert plain == 0
+    assert len(ahead) > 5
+    assert engine.ahead is None
+    assert engine.mailbox.begun > begun + len(ahead)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_what_comes_between_rounds_withdraws_the_one_that_waits(
+    window: int, engines: Callable[[int], Engine], request: pytest.FixtureRequest
+) -> None:
+    engine = engines(window)
+    expected, mover, waited = run(engine, Sampling()), Mover(engine), list[bool]()
+
+    def swap() -> None:
+        """Take an expert out of its slot, and put it back."""
+        waited.append(engine.ahead is not None)
+        mover.refill(mover.evict([3]))
+        assert engine.ahead is None
+
+    ahead = request.getfixturevalue("ahead")
+    found = run(engine, Sampling(), swap)
+    assert_same(found, expected)
+    assert ahead
+    assert any(waited)
+
+
+def test_a_request_that_ends_early_leaves_no_round_behind(engines: Callable[[int], Engine], ahead: list[int]) -> None:
+    engine = engines(1)
+    session = fresh_session(engine)
+    logits = session.prefill(PROMPT)
+    whole = [r.emitted[0] for r in session.decode(logits, max_tokens=12)]
+    session = fresh_session(engine)
+    decoding = session.decode(session.prefill(PROMPT), max_tokens=12)
+    some = [next(decoding).emitted[0] for _ in range(5)]
+    assert len(ahead) > 5
+    decoding.close()
+    assert engine.ahead is None
+    rest = [r.emitted[0] for r in session.decode(_logits_of(session, some[-1]), max_tokens=7)]
+    assert [*some, *rest][: len(whole)] == whole
+    stop = frozenset({whole[4]})
+    session = fresh_session(engine)
+    list(session.decode(session.prefill(PROMPT), max_tokens=12, stop_ids=stop))
+    assert engine.ahead is None
+
+
+def _logits_of(session: Session, token: int) -> np.ndarray:
+    """What is chosen after a token that has been decided, but not read."""
+    return session.prefill([token])
+
+
+@pytest.mark.parametrize(
+    ("window", "min_p", "count_uses", "max_tokens", "expected"),
+    [
+        (1, 0.0, False, 6, True), (3, 0.0, False, 20, True),
+        (3, 0.5, False, 20, False),  # the next window may be of one token or of three
+        (1, 0.0, True, 6, False),  # uses are read after the report
+        (1, 0.0, False, 2, False),  # none follows
+    ],
+)  # fmt: skip
+def test_only_a_round_that_is_sure_to_follow_is_started_ahead(
+    window: int,
+    min_p: float,
+    count_uses: bool,
+    max_tokens: int,
+    expected: bool,
+    engines: Callable[[int], Engine],
+    ahead: list[int],
+) -> None:
+    session = fresh_session(engines(window), count_uses=count_uses)
+    list(session.decode(session.prefill(PROMPT), max_tokens=max_tokens, min_p=min_p))
+    assert bool(ahead) == expected
+    list(session.force([5, 6, 7]))
+    assert bool(ahead) == expected  # the logits of each are read
+
+
+def test_no_round_is_started_ahead_past_the_last_cell(models: ModelStore, ahead: list[int]) -> None:
+    engine = load(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=1, context_cells=64)
+    session = Session(engine)
+    records = list(session.decode(session.prefill(PROMPT), max_tokens=100))
+    assert len(session.tokens) == 64 == len(PROMPT) + len(records) - 1
+    assert max(ahead) == 62  # before the round at 62 was counted, that at 63 was started
+
+
+def test_a_round_that_keeps_no_token_though_it_was_told_is_an_error(
+    engines: Callable[[int], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(1)
+    session = fresh_session(engine)
+    decoding = session.decode(session.prefill(PROMPT), max_tokens=12)
+    next(decoding)
+    monkeypatch.setattr(type(engine.mailbox), "tell", lambda self, words: None)
+    with pytest.raises(RuntimeError, match="told what to read has kept no token"):
+        next(decoding)
