@@ -32,6 +32,7 @@ from strata_jax.engine.matrix import Matrix
 from strata_jax.kernels.gdn_chunks import gdn_chunks
 from strata_jax.kernels.gdn_window import GdnVectors, WindowRows, gdn_advance, gdn_window
 from strata_jax.kernels.planes import PlaneLayout, decode_planes, plane_layout
+from strata_jax.kernels.quant_matmul import PlanePart, own_words
 from strata_jax.kernels.stream_mixer import MixerPlanes, PendingWrite, read
 from strata_jax.memory.layout import GDN_CHUNK_TOKENS
 from strata_jax.presets import model_geometry
@@ -83,21 +84,28 @@ def mixer(seed: int) -> MixerPlanes:
     down, inject = plane_layout("Q6_K", RANK, C * E), plane_layout("Q6_K", C, C * E)
     layouts = down, plane_layout("Q8_0", C * E, RANK), inject
     norm = 0.002 * (1 + 0.1 * normal(seed, C * E))  # random weights are large
-    return MixerPlanes(norm, *(words_of(layout, 3 * seed + i) for i, layout in enumerate(layouts)), *layouts)
+    down, up, inject = (words_of(layout, 3 * seed + i) for i, layout in enumerate(layouts))
+    firsts = len(up), 0, len(up) + len(down)  # the tallest tiles first
+    parts = [PlanePart(layout, first) for layout, first in zip(layouts, firsts)]
+    return MixerPlanes(norm, jnp.concatenate([up, down, inject]), *parts)
+
+
+def decoded(w: MixerPlanes, part: PlanePart) -> np.ndarray:
+    return np.asarray(decode_planes(own_words(w.words, part), part.layout), np.float64)
 
 
 def mixed_in_float64(streams: jax.Array, w: MixerPlanes, pending: PendingWrite) -> np.ndarray:
     f64 = partial(np.asarray, dtype=np.float64)
     s = f64(streams) + f64(pending.inject)[:, :, None] * f64(pending.y)[:, None, :]
     normed = f64(w.norm).reshape(C, E) * s / np.sqrt((s**2).mean(-1, keepdims=True) + EPS)
-    z = normed.reshape(len(s), -1) @ f64(decode_planes(w.down, w.down_layout)).T / C
-    gate = sigmoid((z * sigmoid(z)) @ f64(decode_planes(w.up, w.up_layout)).T).reshape(s.shape)
+    z = normed.reshape(len(s), -1) @ decoded(w, w.down).T / C
+    gate = sigmoid((z * sigmoid(z)) @ decoded(w, w.up).T).reshape(s.shape)
     return (gate * normed).mean(1)
 
 
 def section_mixer(copy_gb_s: float) -> None:
     mixers = [mixer(i) for i in range(COPIES)]
-    num_bytes = sum(layout.num_words * 4 for layout in (mixers[0].down_layout, mixers[0].up_layout)) + C * E * 4
+    num_bytes = sum(layout.num_words * 4 for layout in (mixers[0].down.layout, mixers[0].up.layout)) + C * E * 4
     for tokens in WINDOWS:
         streams, pending = normal(1, tokens, C, E), PendingWrite(normal(2, tokens, E), normal(3, tokens, C))
         found = READ(streams, mixers[0], EPS, pending)

@@ -537,7 +537,7 @@ def submit_dense(layout: PlaneLayout, tokens: int, copies: int, blocks: Any) -> 
 
     def fn(x: jax.Array, words: Any, lines: jax.Array) -> list[jax.Array]:
         if tokens <= 8:
-            return [dense.gemv(x, [own], [layout], blocks)[0] for own in words]
+            return [dense.gemv(x, own, [part], blocks)[0] for own in words]
         return [one(x, words, lines[i : i + 1]) for i in range(copies)]
 
     shape = jax.ShapeDtypeStruct
@@ -598,7 +598,8 @@ def submit_small(type_name: str) -> Future[Any]:
     layout, shape = plane_layout(type_name, 256, WIDTH), jax.ShapeDtypeStruct
     blocks = choose_gemv_launch(3, [layout])
     words = shape((layout.num_words,), jnp.uint32)
-    return start(lambda x, words: dense.gemv(x, [words], [layout], blocks)[0], shape((3, WIDTH), jnp.float32), words)
+    x, parts = shape((3, WIDTH), jnp.float32), [PlanePart(layout)]
+    return start(lambda x, words: dense.gemv(x, words, parts, blocks)[0], x, words)
 
 
 def check_dense(type_name: str, job: Future[Any]) -> None:

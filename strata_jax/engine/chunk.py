@@ -19,7 +19,7 @@ from strata_jax.engine.cell_store import compile_copies
 from strata_jax.engine.decode import tail_of
 from strata_jax.engine.experts import ExpertCounts, LayerBank
 from strata_jax.engine.mailbox import Mailbox
-from strata_jax.engine.model import OpenBlock, State
+from strata_jax.engine.model import OpenBlock, State, without_table
 from strata_jax.engine.round_words import window_words
 from strata_jax.engine.rounds import start_drafts, start_round
 from strata_jax.engine.sampler import sampling_arrays
@@ -74,9 +74,9 @@ def read_chunk(
     attention_row = 0
     for layer, w in enumerate(weights.blocks):
         bank, number = staging.bank(layer), np.int32(layer)
-        if w.ple is not None:
-            streams, history = programs.ple_chunk(streams, ple_rows, w.ple, history, num)
-        kind, w = engine.block_kind[layer], replace(w, ple=None)
+        if w.parts.ple is not None:
+            streams, history = programs.ple_chunk(streams, ple_rows, w.parts.ple, history, num)
+        kind, w = engine.block_kind[layer], without_table(w)
         if engine.geometry.recurrent[layer]:
             found, blocks[layer], used = programs.gdn_chunk(
                 kind, w, bank, arena, segments, tables, number, streams, blocks[layer], first, num

@@ -20,6 +20,7 @@ from strata_jax.engine import ple
 from strata_jax.engine.arena import Segments, Tables
 from strata_jax.engine.attention import IndexState
 from strata_jax.engine.experts import ExpertCounts, LayerBank, no_counts
+from strata_jax.engine.joined import Joined
 from strata_jax.engine.matrix import Matrix
 from strata_jax.engine.model import (
     BlocksRead,
@@ -64,7 +65,7 @@ class Round:
 
 def round_part(
     embedding: Matrix | None,
-    blocks: tuple[BlockWeights, ...],
+    blocks: tuple[Joined[BlockWeights], ...],
     banks: tuple[LayerBank, ...],
     tables: Tables,
     arena: jax.Array,
@@ -100,7 +101,7 @@ def round_part(
         streams = start_streams(embedding, asked(words, form).tokens, spec.geometry)
     window = asked(words, form)
     ple_rows = None
-    if any(w.ple is not None for w in blocks):
+    if any(w.parts.ple is not None for w in blocks):
         ple_rows = ple.rows_of(form.table_part(words), spec.geometry)
     streams, arena, read, kept = trunk(
         blocks, banks, tables, arena, segments, with_keys(states, keys), streams, ple_rows, ple_history, window.start,

@@ -22,7 +22,7 @@ from strata_jax.engine.experts import LayerBank
 from strata_jax.engine.load import load_model
 from strata_jax.engine.mailbox import Mailbox
 from strata_jax.engine.matrix import NATIVE_DTYPES, Matrix
-from strata_jax.engine.model import ModelSpec, State, Weights
+from strata_jax.engine.model import ModelSpec, State, Weights, without_table
 from strata_jax.engine.program_store import ProgramStore, Unstored
 from strata_jax.engine.programs import Programs
 from strata_jax.engine.replacement import Kept, UseValues, kept_before, start_values
@@ -401,7 +401,6 @@ def _block_kinds(weights: Weights, banks: tuple[LayerBank, ...]) -> tuple[int, .
     seen: dict = {}
     kinds = []
     for w, bank in zip(weights.blocks, banks, strict=False):
-        tree = (w.attn_mixer, w.ffn_mixer, w.token_mixer, w.experts, bank)
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, structure = jax.tree.flatten((without_table(w), bank))
         kinds.append(seen.setdefault((structure, tuple((x.shape, x.dtype) for x in leaves)), len(seen)))
     return tuple(kinds)

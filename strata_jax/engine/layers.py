@@ -16,6 +16,7 @@ import numpy as np
 
 from strata_jax.engine.matrix import Matrix, linear
 from strata_jax.kernels import backend, stream_mixer
+from strata_jax.kernels.quant_matmul import PlanePart
 from strata_jax.kernels.stream_mixer import MixerPlanes, PendingWrite, mixer_problem
 
 
@@ -97,12 +98,12 @@ def _planes(streams: jax.Array, w: MixerWeights) -> MixerPlanes | None:
     few = num_tokens <= stream_mixer.MAX_WINDOW_TOKENS
     if not few or w.down.planes is None or w.up.planes is None or mixer_problem(num_streams, width):
         return None
+    down, up = PlanePart(w.down.planes, w.down.first_word), PlanePart(w.up.planes, w.up.first_word)
     if w.inject is None:
-        return MixerPlanes(w.norm, w.down.data, w.up.data, None, w.down.planes, w.up.planes, None)
+        return MixerPlanes(w.norm, w.down.data, down, up, None)
     if w.inject.planes is None:
         return None
-    words = w.down.data, w.up.data, w.inject.data
-    return MixerPlanes(w.norm, *words, w.down.planes, w.up.planes, w.inject.planes)
+    return MixerPlanes(w.norm, w.down.data, down, up, PlanePart(w.inject.planes, w.inject.first_word))
 
 
 def _read_by_kernels(streams: jax.Array, w: MixerPlanes, pending: PendingWrite | None, eps: float) -> StreamRead:

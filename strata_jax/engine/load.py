@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,9 @@ import numpy as np
 from strata_jax.engine.attention import AttentionWeights, IndexerWeights
 from strata_jax.engine.experts import BlobLayout, BlobPart, ExpertWeights, LayerBank
 from strata_jax.engine.gdn import GdnWeights
+from strata_jax.engine.joined import Joined, join
 from strata_jax.engine.layers import MixerWeights
-from strata_jax.engine.matrix import ManyRows, from_bytes
+from strata_jax.engine.matrix import ManyRows, Matrix, from_bytes
 from strata_jax.engine.model import BlockWeights, DraftWeights, Weights
 from strata_jax.engine.ple import PleWeights
 from strata_jax.engine.spread import spread_blobs
@@ -23,40 +23,42 @@ from strata_jax.geometry import Geometry
 from strata_jax.gguf.layout import OUTPUT, PLE_TABLE, TOKEN_EMBD
 from strata_jax.gguf.source import WeightSource
 from strata_jax.kernels.expert_gemv import ExpertLayout, expert_layout, pack_expert
+from strata_jax.kernels.planes import to_planes
 from strata_jax.memory.dense_planes import dense_planes
 from strata_jax.memory.expert_kernels import kernel_layers
 from strata_jax.memory.layout import WORD_BYTES, pages_per_expert
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.synthetic.full import SyntheticModel
 
-_MAX_READERS = 8  # threads; each holds one matrix, packed and in planes
+_MAX_READERS = 8  # threads; each holds the matrices of one block, packed and in planes
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads dense tensors; matrices in threads, for numpy lets others run while it copies and permutes.
+    """Reads dense tensors.
 
     Attributes:
-        kernels: hold matrices in planes where the kernels can multiply by them.
+        kernels: hold matrices in planes where the kernels can multiply by them; their words stay in host memory.
     """
 
     file: WeightSource
-    pool: ThreadPoolExecutor
     kernels: bool
 
-    def matrix(self, name: str, *, looked_up: bool = False, decides: bool = False) -> Any:
-        """A future of the `Matrix`; one of which only rows are ``looked_up`` stays as stored.
+    def matrix(self, name: str, *, looked_up: bool = False, decides: bool = False) -> Matrix:
+        """Read a matrix; one of which only rows are ``looked_up`` stays as stored.
 
         Args:
             decides: experts or blocks are chosen by its products, which keep float32's accuracy where it is as stored.
         """
-        info = self.file.tensors[name]
+        info, raw = self.file.tensors[name], self.file.data(name)
         rows, cols = info.shape[-2:]
         planes = dense_planes(info.type_name, rows, cols) if self.kernels and not looked_up else None
         many_rows: ManyRows = "float32"
         if self.kernels and planes is None:
             many_rows = "exact" if decides else "rounded"
-        return self.pool.submit(lambda: from_bytes(self.file.data(name), info.type_name, cols, planes, many_rows))
+        if planes is not None:
+            return Matrix(to_planes(raw, planes), info.type_name, cols, planes)  # type: ignore[arg-type]
+        return from_bytes(raw, info.type_name, cols, many_rows)
 
     def array(self, name: str) -> jax.Array:
         """A small tensor (norm, convolution, bias) as float32, whatever its float type in the file."""
@@ -86,15 +88,19 @@ def load_weights(file: WeightSource, g: Geometry, *, with_draft: bool, kernels: 
     Args:
         kernels: hold matrices in planes where the kernels can multiply by them; else, and the others, as stored.
     """
-    with ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as pool:
-        r = _Reader(file, pool, kernels)
-        tied = OUTPUT not in file.tensors
-        embed = r.matrix(TOKEN_EMBD, looked_up=not tied)
-        head = embed if tied else r.matrix(OUTPUT)
-        blocks = tuple(_block(r, g, layer) for layer in range(g.num_layers))
-        draft = _draft(r, g) if with_draft else None
-        weights = Weights(embed, head, _mixer(r, "output_hc", inject=False), blocks, draft)
-        return jax.tree.map(lambda leaf: leaf.result() if isinstance(leaf, Future) else leaf, weights)
+    r, tied = _Reader(file, kernels), OUTPUT not in file.tensors
+    with ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as pool:  # numpy lets others run while it copies
+        embed = pool.submit(lambda: _alone(r.matrix(TOKEN_EMBD, looked_up=not tied)))
+        head = embed if tied else pool.submit(lambda: _alone(r.matrix(OUTPUT)))
+        draft = pool.submit(_draft, r, g) if with_draft else None
+        blocks = tuple(pool.map(lambda layer: _block(r, g, layer), range(g.num_layers)))
+        out_mixer = join(_mixer(r, "output_hc", inject=False))
+        return Weights(embed.result(), head.result(), out_mixer, blocks, None if draft is None else draft.result())
+
+
+def _alone(w: Matrix) -> Matrix:
+    """A matrix in an array of its own."""
+    return replace(w, data=jnp.asarray(w.data))
 
 
 def load_banks(
@@ -185,9 +191,9 @@ def _join_gate_up(parts: list[BlobPart]) -> tuple[BlobPart, ...]:
     return (both, down)
 
 
-def _block(r: _Reader, g: Geometry, layer: int) -> BlockWeights:
+def _block(r: _Reader, g: Geometry, layer: int) -> Joined[BlockWeights]:
     p = f"blk.{layer}."
-    return BlockWeights(
+    weights = BlockWeights(
         attn_mixer=_mixer(r, f"{p}hc_attn"),
         ffn_mixer=_mixer(r, f"{p}hc_ffn"),
         token_mixer=_gdn(r, p) if g.recurrent[layer] else _attention(r, g, layer),
@@ -198,8 +204,9 @@ def _block(r: _Reader, g: Geometry, layer: int) -> BlockWeights:
             shared_up=r.matrix(f"{p}ffn_up_shexp.weight"),
             shared_down=r.matrix(f"{p}ffn_down_shexp.weight"),
         ),
-        ple=_ple(r, p) if layer == g.ple_layer else None,
+        ple=join(_ple(r, p)) if layer == g.ple_layer else None,
     )
+    return join(weights)
 
 
 def _mixer(r: _Reader, prefix: str, *, inject: bool = True) -> MixerWeights:
@@ -266,6 +273,6 @@ def _draft(r: _Reader, g: Geometry) -> DraftWeights:
         block=_block(r, g, g.num_layers),
         embed_norm=r.array(f"{p}enorm.weight"),
         hidden_norm=r.array(f"{p}hnorm.weight"),
-        project=r.matrix(f"{p}eh_proj.weight"),
-        out_mixer=_mixer(r, f"{p}hc_head", inject=False),
+        project=_alone(r.matrix(f"{p}eh_proj.weight")),
+        out_mixer=join(_mixer(r, f"{p}hc_head", inject=False)),
     )

@@ -20,8 +20,8 @@ import numpy as np
 from strata_jax.kernels import backend
 from strata_jax.kernels.dequant import dequantize
 from strata_jax.kernels.float_matmul import float_matmul
-from strata_jax.kernels.planes import PlaneLayout, decode_plane_rows, to_planes
-from strata_jax.kernels.quant_matmul import quant_matmuls
+from strata_jax.kernels.planes import PlaneLayout, decode_plane_rows
+from strata_jax.kernels.quant_matmul import PlanePart, own_words, quant_matmuls
 from strata_jax.memory.layout import MATRIX_TILE_WEIGHTS
 
 ManyRows = Literal["float32", "exact", "rounded"]
@@ -39,6 +39,7 @@ class Matrix:
         type_name: ggml type, e.g. ``"IQ3_S"``.
         cols: number of weights in a row.
         planes: how ``data`` holds the matrix in planes; None: as stored.
+        first_word: of ``data``, where planes begin; other matrices may be there, too (`engine/joined.py`).
         many_rows: how a matrix as stored is multiplied: in float32 as everywhere, or, for a GPU, by `float_matmul`, as
             exact as float32 or many rows with operands rounded to bfloat16.
     """
@@ -48,21 +49,18 @@ class Matrix:
     cols: int = field(metadata={"static": True})
     planes: PlaneLayout | None = field(default=None, metadata={"static": True})
     many_rows: ManyRows = field(default="float32", metadata={"static": True})
+    first_word: int = field(default=0, metadata={"static": True})
 
     @property
     def rows(self) -> int:
         return self.data.shape[0] if self.planes is None else self.planes.rows
 
 
-def from_bytes(
-    raw: np.ndarray, type_name: str, cols: int, planes: PlaneLayout | None = None, many_rows: ManyRows = "float32"
-) -> Matrix:
+def from_bytes(raw: np.ndarray, type_name: str, cols: int, many_rows: ManyRows = "float32") -> Matrix:
     """Hold ``raw: u8[rows, row_bytes]`` (a view on the mapped file) as a device matrix of the same packed bytes."""
-    if planes is not None:
-        raw = to_planes(raw, planes)
-    elif type_name in NATIVE_DTYPES:
+    if type_name in NATIVE_DTYPES:
         raw = np.ascontiguousarray(raw).view(NATIVE_DTYPES[type_name])
-    return Matrix(jnp.array(raw), type_name, cols, planes, many_rows)
+    return Matrix(jnp.array(raw), type_name, cols, many_rows=many_rows)
 
 
 def decode_rows(data: jax.Array, type_name: str) -> jax.Array:
@@ -71,10 +69,14 @@ def decode_rows(data: jax.Array, type_name: str) -> jax.Array:
 
 
 def linears(x: jax.Array, matrices: Sequence[Matrix]) -> tuple[jax.Array, ...]:
-    """Multiply ``x: f32[T, cols]`` by the transpose of each matrix: f32[T, rows] each; those in planes together."""
-    planes = [w for w in matrices if w.planes is not None]
-    found = iter(_by_kernels(x, planes) if planes else ())
-    return tuple(_as_stored(x, w) if w.planes is None else next(found) for w in matrices)
+    """Multiply ``x: f32[T, cols]`` by the transpose of each matrix: f32[T, rows] each; those in planes in one array
+    together."""
+    joined = dict[int, list[Matrix]]()
+    for w in matrices:
+        if w.planes is not None:
+            joined.setdefault(id(w.data), []).append(w)
+    found = {words: iter(_by_kernels(x, some)) for words, some in joined.items()}
+    return tuple(_as_stored(x, w) if w.planes is None else next(found[id(w.data)]) for w in matrices)
 
 
 def linear(x: jax.Array, w: Matrix) -> jax.Array:
@@ -83,16 +85,16 @@ def linear(x: jax.Array, w: Matrix) -> jax.Array:
 
 
 def _by_kernels(x: jax.Array, matrices: Sequence[Matrix]) -> tuple[jax.Array, ...]:
-    layouts = tuple(w.planes for w in matrices if w.planes is not None)
-    return _products(x, tuple(w.data for w in matrices), layouts=layouts, interpret=backend.interprets())
+    parts = tuple(PlanePart(w.planes, w.first_word) for w in matrices if w.planes is not None)
+    return _products(x, matrices[0].data, parts=parts, interpret=backend.interprets())
 
 
-@partial(jax.jit, static_argnames=("layouts", "interpret"))
+@partial(jax.jit, static_argnames=("parts", "interpret"))
 def _products(
-    x: jax.Array, words: tuple[jax.Array, ...], *, layouts: tuple[PlaneLayout, ...], interpret: bool
+    x: jax.Array, words: jax.Array, *, parts: tuple[PlanePart, ...], interpret: bool
 ) -> tuple[jax.Array, ...]:
     """Jitted inside the programs that call it, so that blocks of one layout are traced and lowered once."""
-    return quant_matmuls(x, words, layouts, backend="triton", interpret=interpret)
+    return quant_matmuls(x, words, parts, backend="triton", interpret=interpret)
 
 
 def _as_stored(x: jax.Array, w: Matrix) -> jax.Array:
@@ -121,7 +123,7 @@ def _multiply(x: jax.Array, data: jax.Array, w: Matrix) -> jax.Array:
 def take_rows(w: Matrix, ids: jax.Array) -> jax.Array:
     """Decode only the rows ``ids: i32[T]``: f32[T, cols]."""
     if w.planes is not None:
-        return decode_plane_rows(w.data, w.planes, ids)
+        return decode_plane_rows(own_words(w.data, PlanePart(w.planes, w.first_word)), w.planes, ids)
     return decode_rows(w.data[ids], w.type_name)
 
 

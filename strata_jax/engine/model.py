@@ -27,6 +27,7 @@ from strata_jax.engine.experts import (
     no_counts,
     sum_experts,
 )
+from strata_jax.engine.joined import Joined
 from strata_jax.engine.layers import (
     MixerWeights,
     add_to_streams,
@@ -47,13 +48,19 @@ SequenceState = gdn.GdnState | attention.IndexState | None
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockWeights:
-    """One block: two mixers around a token mixer (GDN or attention) and the experts; PLE where the model has it."""
+    """One block: two mixers around a token mixer (GDN or attention) and the experts; PLE where the model has it, whose
+    matrices are apart."""
 
     attn_mixer: MixerWeights
     ffn_mixer: MixerWeights
     token_mixer: gdn.GdnWeights | attention.AttentionWeights
     experts: ExpertWeights
-    ple: ple.PleWeights | None
+    ple: Joined[ple.PleWeights] | None
+
+
+def without_table(w: Joined[BlockWeights]) -> Joined[BlockWeights]:
+    """A block's weights but for those of the n-gram table, which only one block has."""
+    return replace(w, parts=replace(w.parts, ple=None))
 
 
 @jax.tree_util.register_dataclass
@@ -61,11 +68,11 @@ class BlockWeights:
 class DraftWeights:
     """The MTP block: a whole attention block plus its input projection and output mixer."""
 
-    block: BlockWeights
+    block: Joined[BlockWeights]
     embed_norm: jax.Array
     hidden_norm: jax.Array
     project: Matrix
-    out_mixer: MixerWeights
+    out_mixer: Joined[MixerWeights]
 
 
 @jax.tree_util.register_dataclass
@@ -79,8 +86,8 @@ class Weights:
 
     embed: Matrix
     head: Matrix | None
-    out_mixer: MixerWeights
-    blocks: tuple[BlockWeights, ...]
+    out_mixer: Joined[MixerWeights]
+    blocks: tuple[Joined[BlockWeights], ...]
     draft: DraftWeights | None
 
     def without_head(self) -> Weights:
@@ -170,7 +177,7 @@ def start_streams(embedding: Matrix, tokens: jax.Array, g: Geometry) -> jax.Arra
 @partial(jax.jit, static_argnames=("spec",))
 def block(
     streams: jax.Array,
-    w: BlockWeights,
+    weights: Joined[BlockWeights],
     bank: LayerBank,
     arena: jax.Array,
     segments: Segments,
@@ -194,7 +201,7 @@ def block(
         streams, arena, what `advance_block` needs, expert counts, what else a turn has changed. Where the bank's
         experts are computed in passes an `OpenBlock` in place of the streams.
     """
-    g = spec.geometry
+    g, w = spec.geometry, weights.whole()
     after: Any
     read = read_streams(streams, w.attn_mixer, g.rms_eps)
     u = read.mixed
@@ -237,7 +244,7 @@ def advance_block(before: SequenceState, after: Any, count: jax.Array) -> Sequen
 
 
 def trunk(
-    blocks: tuple[BlockWeights, ...],
+    blocks: tuple[Joined[BlockWeights], ...],
     banks: tuple[LayerBank, ...],
     tables: Tables,
     arena: jax.Array,
@@ -264,10 +271,10 @@ def trunk(
     g = spec.geometry
     after, uses, counts, ple_inputs = [], list[jax.Array](), no_counts(), None
     for layer, (w, bank, state) in enumerate(zip(blocks, banks, states, strict=True), start=first):
-        if w.ple is not None:
+        if w.parts.ple is not None:
             assert ple_rows is not None
             assert ple_history is not None
-            streams, ple_inputs = ple.apply(streams, ple_rows, w.ple, ple_history, g)
+            streams, ple_inputs = ple.apply(streams, ple_rows, w.parts.ple.whole(), ple_history, g)
         cell_pages = cell_store = None
         if not g.recurrent[layer]:
             row = spec.attention_index(layer)
@@ -291,9 +298,9 @@ def expert_places(tables: Tables, layer: int, kept: Kept | None, spec: ModelSpec
     return Turn(kept.tables, tables.slot_page, layer, spec.replacement_decay)
 
 
-def logits(streams: jax.Array, mixer: MixerWeights, head: Matrix, g: Geometry) -> jax.Array:
+def logits(streams: jax.Array, mixer: Joined[MixerWeights], head: Matrix, g: Geometry) -> jax.Array:
     """Output mixer and head: f32[T, C, E] -> f32[T, V]."""
-    return linear(read_streams(streams, mixer, g.rms_eps).mixed, head)
+    return linear(read_streams(streams, mixer.whole(), g.rms_eps).mixed, head)
 
 
 def draft_inputs(weights: Weights, tokens: jax.Array, hidden: jax.Array, g: Geometry) -> jax.Array:

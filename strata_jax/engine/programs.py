@@ -21,6 +21,7 @@ from strata_jax.engine.compiled import CompiledPrograms
 from strata_jax.engine.decode import Keys, Round, feed_draft, first_drafts, round_end, round_part
 from strata_jax.engine.expert_kernels import ExpertRows, add_rows, count_left, start_rows
 from strata_jax.engine.experts import ExpertCounts, LayerBank, OpenExperts
+from strata_jax.engine.joined import Joined
 from strata_jax.engine.layers import MixerWeights
 from strata_jax.engine.matrix import Matrix
 from strata_jax.engine.model import (
@@ -121,15 +122,15 @@ class Programs(CompiledPrograms):
         """The flattened streams f32[C*E] of row ``count - 1``."""
         return self.call(("hidden", streams.shape[0]), _last_hidden, (streams, count))
 
-    def head(self, mixer: MixerWeights, head: Matrix, streams: jax.Array) -> jax.Array:
+    def head(self, mixer: Joined[MixerWeights], head: Matrix, streams: jax.Array) -> jax.Array:
         """Logits f32[1, V] of one row of streams f32[1, C, E]."""
         return self.call(("head",), partial(logits, g=self.spec.geometry), (streams, mixer, head))
 
-    def all_heads(self, mixer: MixerWeights, head: Matrix, streams: jax.Array) -> jax.Array:
+    def all_heads(self, mixer: Joined[MixerWeights], head: Matrix, streams: jax.Array) -> jax.Array:
         """Logits f32[T, V]."""
         args = (streams, mixer, head)
         # trunk and MTP block have mixers of their own, whose types may differ
-        key = ("heads", streams.shape[0], mixer.down.type_name, mixer.up.type_name)
+        key = ("heads", streams.shape[0], mixer.parts.down.type_name, mixer.parts.up.type_name)
         return self.call(key, partial(logits, g=self.spec.geometry), args)
 
     def sample(self, scores: jax.Array, position: Any, how: SamplingArrays) -> jax.Array:
@@ -211,14 +212,14 @@ def _key(*parts: Hashable, segments: Segments) -> tuple[Hashable, ...]:
 
 
 def _ple_chunk(
-    streams: jax.Array, rows: jax.Array, w: ple.PleWeights, history: jax.Array, count: jax.Array, *, g: Geometry
+    streams: jax.Array, rows: jax.Array, w: Joined[ple.PleWeights], history: jax.Array, count: jax.Array, *, g: Geometry
 ) -> tuple[jax.Array, jax.Array]:
-    streams, inputs = ple.apply(streams, rows, w, history, g)
+    streams, inputs = ple.apply(streams, rows, w.whole(), history, g)
     return streams, ple.advance(inputs, count, g)
 
 
 def _gdn_chunk(
-    w: BlockWeights,
+    w: Joined[BlockWeights],
     bank: LayerBank,
     arena: jax.Array,
     segments: Segments,
@@ -238,7 +239,7 @@ def _gdn_chunk(
 
 
 def _attention_chunk(
-    w: BlockWeights,
+    w: Joined[BlockWeights],
     bank: LayerBank,
     arena: jax.Array,
     segments: Segments,

@@ -90,7 +90,7 @@ class Routed:
     def __init__(self, engine: Engine, num_tokens: int) -> None:
         g, self.engine = engine.geometry, engine
         u = np.random.default_rng(num_tokens).standard_normal((num_tokens, g.embed_width), np.float32)
-        w, self.pages = engine.weights.blocks[LAYER].experts, np.asarray(engine.tables.expert_pages(LAYER))
+        w, self.pages = engine.weights.blocks[LAYER].whole().experts, np.asarray(engine.tables.expert_pages(LAYER))
         assert (self.pages >= 0).all()
         self.cut = int(np.sort(self.pages)[EXPERTS // 2])
         self.run = jax.jit(lambda *args: mixture(jnp.asarray(u), w, *args, g)[0])

@@ -182,7 +182,7 @@ def test_a_new_sequence_reads_nothing_of_an_old_one(engine: Engine, whole: Engin
 @pytest.mark.parametrize(("kv_type", "ratio"), [("int8", 4), ("q4_0", 4), ("k8v4", 0), ("bf16", 0)])
 def test_cells_of_every_type_are_read_from_either_memory(whole: Engine, kv_type: str, ratio: int) -> None:
     """Attention of one layer over an arena that has all pages, and over one whose first pages are rows of a store."""
-    g, w = whole.geometry, whole.weights.blocks[1].token_mixer
+    g, w = whole.geometry, whole.weights.blocks[1].whole().token_mixer
     assert isinstance(w, attention.AttentionWeights)
     w = replace(w, ratio=ratio, indexer=w.indexer if ratio else None)
     k_bytes, v_bytes = cell_bytes(kv_type, g.num_kv_heads, g.head_dim)

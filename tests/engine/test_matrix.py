@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from strata_jax.engine.joined import Joined
 from strata_jax.engine.load import load_weights
 from strata_jax.engine.matrix import Matrix, linears, take_rows
 from strata_jax.engine.model import Weights
@@ -53,8 +54,18 @@ def in_planes(model: SyntheticModel) -> Weights:
     return load_weights(model, model.geometry, with_draft=True, kernels=True)
 
 
+def whole(tree: Any) -> Any:
+    """Weights with their matrices' words, wherever these are joined."""
+    found = jax.tree.map(lambda x: x.whole() if isinstance(x, Joined) else x, tree, is_leaf=is_joined)
+    return whole(found) if any(map(is_joined, jax.tree.leaves(found, is_leaf=is_joined))) else found
+
+
+def is_joined(x: Any) -> bool:
+    return isinstance(x, Joined)
+
+
 def matrices(weights: Weights) -> Iterator[tuple[str, Matrix]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(weights, is_leaf=lambda x: isinstance(x, Matrix))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(whole(weights), is_leaf=lambda x: isinstance(x, Matrix))
     return ((jax.tree_util.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Matrix))
 
 
@@ -66,7 +77,8 @@ def test_planes_have_the_bytes_of_the_file_and_its_rows(
     types = set()
     for name, w in found.items():
         same = expected[name]
-        assert (w.rows, w.cols, w.type_name, w.data.nbytes) == (same.rows, same.cols, same.type_name, same.data.nbytes)
+        num_bytes = w.data.nbytes if w.planes is None else 4 * w.planes.num_words
+        assert (w.rows, w.cols, w.type_name, num_bytes) == (same.rows, same.cols, same.type_name, same.data.nbytes)
         assert same.planes is None
         assert same.many_rows == "float32"
         if name == ".embed":  # rows are looked up there, nothing is multiplied
@@ -83,6 +95,11 @@ def test_planes_have_the_bytes_of_the_file_and_its_rows(
     sizes = model_sizes(model.geometry)
     planned = sizes.dense_bytes + sizes.embedding_bytes + sizes.head_bytes + sizes.drafter_bytes
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(in_planes)) == planned
+    for w in in_planes.blocks:  # one array of words, and matrices as stored or small ones
+        few = [x for x in jax.tree.leaves(w.parts, is_leaf=lambda x: isinstance(x, Matrix)) if isinstance(x, Matrix)]
+        assert w.words is not None
+        assert any(x.data is None for x in few)
+        assert len(jax.tree.leaves(w)) == 1 + len(jax.tree.leaves(w.parts)) < len(jax.tree.leaves(w.whole()))
     assert sizes.stored_tile_weights == (1280 * 256, 1280 * 256)  # Q5_K of 256 columns: planes would be larger
     assert sizes.plane_tile_weights == 2048 * 256  # the head
 
@@ -94,9 +111,9 @@ def test_one_input_is_multiplied_by_matrices_of_every_kind(
     """In planes (two launches' worth of types), as packed, as floats: each result in its place."""
 
     def some(w: Weights) -> tuple[Matrix, ...]:
-        e = w.blocks[1].experts
+        e = w.blocks[1].whole().experts
         assert w.head is not None
-        return e.shared_gate, w.blocks[3].token_mixer.k, e.shared_up, e.router, w.head  # type: ignore[union-attr]
+        return e.shared_gate, w.blocks[3].whole().token_mixer.k, e.shared_up, e.router, w.head  # type: ignore[union-attr]
 
     assert [w.planes is not None for w in some(in_planes)] == [True, False, True, False, True]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((num_tokens, 256), np.float32))

@@ -261,7 +261,7 @@ def test_short_chunks_of_a_prompt_are_computed_by_the_kernels_for_chunks(
     with pytest.raises(RuntimeError, match="far enough"):
         Session(engine).prefill(engine.file.topic_tokens(0, 5))
     where = engine.tables.expert_pages(0)
-    experts = engine.weights.blocks[0].experts
+    experts = engine.weights.blocks[0].whole().experts
     for bank in (*banks, engine.banks[0]):
         jax.eval_shape(lambda b=bank: mixture(u, experts, b, engine.arrays, where, jnp.int32(5), engine.geometry))
     assert called == ["chunk", "window"]

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from strata_jax.engine import gdn
+from strata_jax.engine.joined import join
 from strata_jax.engine.layers import MixerWeights, read_streams, write_and_read, write_streams
 from strata_jax.engine.matrix import Matrix, from_bytes
 from strata_jax.kernels.gdn_window import WindowRows
+from strata_jax.kernels.planes import to_planes
 from strata_jax.memory.dense_planes import dense_planes
 from strata_jax.presets import model_geometry
 from tests.kernels.test_expert_gemv import random_packed
@@ -48,7 +50,10 @@ def make(*, planes: bool) -> Weights:
     def matrix(rows: int, cols: int) -> Matrix:
         layout = dense_planes("Q8_0", rows, cols)
         assert layout is not None
-        return from_bytes(random_packed("Q8_0", rows, cols, rng), "Q8_0", cols, layout if planes else None)
+        packed = random_packed("Q8_0", rows, cols, rng)
+        if planes:
+            return Matrix(to_planes(packed, layout), "Q8_0", cols, layout)  # type: ignore[arg-type]
+        return from_bytes(packed, "Q8_0", cols)
 
     def product(rows: int, cols: int) -> Matrix:  # not what is tested here
         values = rng.standard_normal((rows, cols)) / cols**0.5
@@ -66,7 +71,7 @@ def make(*, planes: bool) -> Weights:
         beta=product(heads, g.embed_width), alpha=product(heads, g.embed_width), dt_bias=vector(heads),
         a=-vector(heads), norm=vector(g.gdn_head_dim), out=product(g.embed_width, width),
     )  # fmt: skip
-    return Weights(mixer(), mixer(), token_mixer, mixer(inject=False))
+    return join(Weights(mixer(), mixer(), token_mixer, mixer(inject=False))).whole()
 
 
 def half_block(w: Weights, streams: jax.Array, state: gdn.GdnState, count: jax.Array, *, kernels: bool) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,20 @@ def matrix(type_name: str, rows: int = ROWS, cols: int = COLS) -> tuple[PlaneLay
     return layout, words, np.asarray(decode_planes(jnp.asarray(words), layout), np.float64)
 
 
+def end_to_end(
+    cases: Sequence[tuple[PlaneLayout, np.ndarray, np.ndarray]],
+) -> tuple[list[PlanePart], np.ndarray, list[np.ndarray]]:
+    """Matrices in one array, the tallest tiles first and 128 other words before them; parts and weights as given."""
+    order = sorted(range(len(cases)), key=lambda i: -cases[i][0].tile_rows)
+    arrays, first, firsts = [np.full(128, 0xFFFFFFFF, np.uint32)], 128, dict[int, int]()
+    for i in order:
+        firsts[i] = first
+        arrays.append(cases[i][1])
+        first += len(cases[i][1])
+    parts = [PlanePart(layout, firsts[i]) for i, (layout, _, _) in enumerate(cases)]
+    return parts, np.concatenate(arrays), [weights for _, _, weights in cases]
+
+
 def rows_of_x(num_rows: int, cols: int = COLS) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((num_rows, cols)).astype(np.float32)
 
@@ -76,8 +92,8 @@ def test_many_rows(rows):
 
 def test_a_matrix_is_decoded_whole_and_rounded_once():
     layout, words, weights = matrix("Q5_K", 192, 256)  # three tiles of 64 rows
-    op = functools.partial(kernels.decode, layout=layout, blocks=LaunchBlocks(32, 4), interpret=INTERPRET)
-    got = jax.jit(op, compiler_options=FAST)(words)
+    op = functools.partial(kernels.decode, part=PlanePart(layout, 64), blocks=LaunchBlocks(32, 4), interpret=INTERPRET)
+    got = jax.jit(op, compiler_options=FAST)(np.concatenate([words[:64], words]))
     np.testing.assert_array_equal(np.asarray(got, np.float32), jnp.asarray(weights, jnp.float32).astype(jnp.bfloat16))
 
 
@@ -89,9 +105,9 @@ def test_few_rows_are_exact_to_float32():
         tuple(GemvBlocks(min(64, layout.tile_rows), 16, splits=2) for layout, _, _ in cases),  # 20 items: 16 and 4
         warps=4, tokens=2,  # the second program computes the last one twice
     )  # fmt: skip
-    layouts, words, weights = zip(*cases)
+    parts, words, weights = end_to_end(cases)
     x = rows_of_x(num_tokens, cols)
-    op = functools.partial(kernels.gemv, layouts=layouts, blocks=blocks, interpret=INTERPRET)
+    op = functools.partial(kernels.gemv, parts=parts, blocks=blocks, interpret=INTERPRET)
     found = jax.jit(op, compiler_options=FAST)(x, words)
     for got, expected in zip(found, weights, strict=True):
         assert rel_err(got, np.asarray(x, np.float64) @ expected.T) < 1e-6
@@ -101,10 +117,10 @@ def test_few_rows_are_exact_to_float32():
 def test_operands_are_rounded_from_nine_rows_on_and_only_then(backend):
     cols = 128
     cases = [matrix("Q8_0", rows, cols) for rows in (64, 8)]  # 8 rows are too few for tensor cores
-    layouts, words, weights = zip(*cases)
+    parts, words, weights = end_to_end(cases)
     for num_rows in (8, 9, 1100) if backend == "triton" else (8, 9):
         x = rows_of_x(num_rows, cols)
-        op = functools.partial(quant_matmuls, layouts=layouts, backend=backend, interpret=INTERPRET)
+        op = functools.partial(quant_matmuls, parts=parts, backend=backend, interpret=INTERPRET)
         for got, expected in zip(jax.jit(op, compiler_options=FAST)(x, words), weights, strict=True):
             assert got.shape == (num_rows, len(expected))
             err = rel_err(got, np.asarray(x, np.float64) @ expected.T)
@@ -115,6 +131,14 @@ def test_wrong_shapes_are_named():
     layout, words, _ = matrix("Q5_K")
     with pytest.raises(ValueError, match=r"Q5_K 256 x 1024 in .* words"):
         quant_matmul(jnp.zeros((1, COLS)), jnp.asarray(words[:-1]), layout)
+    more = jnp.concatenate([jnp.asarray(words), jnp.zeros(200, jnp.uint32)])
+    for first, problem in ((128, ""), (256, "got .* words"), (4, "runs of 128"), (-128, "from -128 on")):
+        call = functools.partial(quant_matmuls, jnp.zeros((1, COLS)), more, (PlanePart(layout, first),))
+        if problem:
+            with pytest.raises(ValueError, match=problem):
+                call()
+        else:
+            call()
     with pytest.raises(ValueError, match=r"x\[1, 512\]"):
         quant_matmul(jnp.zeros((1, 512)), jnp.asarray(words), layout)
 
@@ -152,10 +176,12 @@ def test_chosen_blocks_fit_the_matrices_of_the_model(rows, cols, programs):
 
 def test_matrices_of_one_input_share_launches():
     layouts = [plane_layout("Q6_K", rows, 2560) for rows in (512, 256, 48, 48)]
-    words = [jax.ShapeDtypeStruct((layout.num_words,), jnp.uint32) for layout in layouts]
+    firsts = itertools.accumulate((layout.num_words for layout in layouts), initial=0)
+    parts = [PlanePart(layout, first) for layout, first in zip(layouts, firsts)]
+    words = jax.ShapeDtypeStruct((sum(layout.num_words for layout in layouts),), jnp.uint32)
     for num_rows, launches in ((2, 1), (4, 2)):  # two codes, for 64 rows and for 16
         x = jax.ShapeDtypeStruct((num_rows, 2560), jnp.float32)
-        text = lower_for_cuda(lambda x, words: quant_matmuls(x, words, layouts), x, words)
+        text = lower_for_cuda(lambda x, words: quant_matmuls(x, words, parts), x, words)
         assert text.count("__gpu$xla.gpu.triton") == launches
 
 

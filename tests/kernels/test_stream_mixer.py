@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from strata_jax.kernels.planes import PlaneLayout, from_planes, plane_layout
+from strata_jax.kernels.quant_matmul import PlanePart, own_words
 from strata_jax.kernels.stream_mixer import MixerPlanes, MixerRead, PendingWrite, mixer_problem, read
 from strata_jax.kernels.stream_mixer.layout import mixer_blocks
 from tests.kernels.lowering import lower_for_cuda
@@ -20,6 +23,7 @@ from tests.kernels.test_quant_matmul import random_words
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
 # 3 items of a rank, not a power of two; 2 parts of a stream; 2 blocks of rows of each kind
 C, E, RANK, EPS = 2, 64 * 3, 96, 1e-6
+TALLEST_FIRST = 1, 0, 2  # of down, up and inject, by the rows of their tiles
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compile, not run
 
 
@@ -32,10 +36,17 @@ def mixer(*, inject: bool = True) -> MixerPlanes:
     parts = layouts()
     # random weights are large: a small norm keeps the sigmoids away from 0 and 1
     norm = np.random.default_rng(5).uniform(0.005, 0.015, C * E).astype(np.float32)
-    down, up, weights = (jnp.asarray(random_words(layout, seed)) for seed, layout in enumerate(parts))
-    if inject:
-        return MixerPlanes(jnp.asarray(norm), down, up, weights, *parts)
-    return MixerPlanes(jnp.asarray(norm), down, up, None, *parts[:2], None)
+    arrays = [random_words(layout, seed) for seed, layout in enumerate(parts)]
+    words = jnp.asarray(np.concatenate([arrays[0][:128], *(arrays[i] for i in TALLEST_FIRST)]))  # other words first
+    down, up, weights = places(parts, 128)
+    return MixerPlanes(jnp.asarray(norm), words, down, up, weights if inject else None)
+
+
+def places(layouts: Sequence[PlaneLayout], first: int) -> list[PlanePart]:
+    """Where matrices are whose words lie end to end, in the order of `TALLEST_FIRST`, from a word on."""
+    starts = itertools.accumulate((layouts[i].num_words for i in TALLEST_FIRST), initial=first)
+    found = dict(zip(TALLEST_FIRST, starts))
+    return [PlanePart(layout, found[i]) for i, layout in enumerate(layouts)]
 
 
 def inputs(num_tokens: int, *, pending: bool) -> tuple[jax.Array, PendingWrite | None]:
@@ -48,19 +59,19 @@ def inputs(num_tokens: int, *, pending: bool) -> tuple[jax.Array, PendingWrite |
 
 def in_float64(streams: jax.Array, w: MixerPlanes, pending: PendingWrite | None) -> tuple[np.ndarray, ...]:
     f64 = lambda x: np.asarray(x, np.float64)  # noqa: E731
-    matrix = lambda words, layout: f64(gguf_py(from_planes(np.asarray(words), layout), "Q8_0"))  # noqa: E731
+    matrix = lambda part: f64(gguf_py(from_planes(np.asarray(own_words(w.words, part)), part.layout), "Q8_0"))  # noqa: E731
     sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
     s = f64(streams)
     if pending is not None:
         s = s + f64(pending.inject)[:, :, None] * f64(pending.y)[:, None, :]
     normed = f64(w.norm).reshape(C, E) * s / np.sqrt((s**2).mean(-1, keepdims=True) + EPS)
     flat = normed.reshape(len(s), -1)
-    z = flat @ matrix(w.down, w.down_layout).T / C
-    gate = sigmoid((z * sigmoid(z)) @ matrix(w.up, w.up_layout).T).reshape(s.shape)
+    z = flat @ matrix(w.down).T / C
+    gate = sigmoid((z * sigmoid(z)) @ matrix(w.up).T).reshape(s.shape)
     mixed = (gate * normed).mean(1)
     if w.inject is None:
         return s, mixed
-    return s, mixed, 2 * sigmoid(flat @ matrix(w.inject, w.inject_layout).T / C)
+    return s, mixed, 2 * sigmoid(flat @ matrix(w.inject).T / C)
 
 
 def arrays(found: MixerRead) -> list[np.ndarray]:
@@ -93,9 +104,12 @@ def test_what_does_not_fit_is_named() -> None:
         ({"streams": jnp.zeros((9, C, E))}, r"streams are f32\[T, C, E\] with T from 1 to 8, got float32\[9, 2, 192\]"),
         ({"streams": jnp.zeros((2, C, 48))}, "a stream of 48 columns is no whole number of items of 32"),
         ({"streams": jnp.zeros((2, 3, E))}, "3 streams are no power of two"),
-        ({"w": replace(w, up=w.up[1:])}, r"up is 384 x 96 in planes; got a layout of 384 x 96, .* and uint32\[\d+\]"),
-        ({"w": replace(w, inject_layout=w.down_layout)}, "inject is 2 x 384 .* got a layout of 96 x 384"),
-        ({"w": replace(w, inject=None)}, "inject has words and a layout, or neither"),
+        (
+            {"w": replace(w, words=w.words[:-1])},
+            r"inject is 2 x 384 in planes; .* whose words \d+ to \d+ are of uint32",
+        ),
+        ({"w": replace(w, inject=w.down)}, "inject is 2 x 384 .* got a layout of 96 x 384"),
+        ({"w": replace(w, up=replace(w.up, first_word=3))}, "up is 384 x 96 .* whose words 3 to"),
         ({"w": replace(w, norm=w.norm[1:])}, r"norm is float32\[384\], got float32\[383\]"),
         ({"pending": PendingWrite(pending.y[:1], pending.inject)}, r"y is float32\[2, 192\], got float32\[1, 192\]"),
         ({"backend": "mosaic"}, "backend='mosaic' is unknown"),
@@ -114,10 +128,11 @@ def test_the_models_mixer_is_lowered_for_cuda_in_two_launches() -> None:
     blocks = mixer_blocks((2, streams, width), down, up)
     assert (blocks.parts, down.rows // blocks.down_rows, width // blocks.up_rows) == (20, 20, 160)
     shape = lambda *dims, of=jnp.float32: jax.ShapeDtypeStruct(dims, of)  # noqa: E731
-    words = [shape(layout.num_words, of=jnp.uint32) for layout in parts]
+    words = shape(sum(layout.num_words for layout in parts), of=jnp.uint32)
+    where = places(parts, 0)
 
-    def run(streams: jax.Array, norm: jax.Array, y: jax.Array, weights: jax.Array, *words: jax.Array) -> MixerRead:
-        return read(streams, MixerPlanes(norm, *words, *parts), EPS, PendingWrite(y, weights), backend="triton")
+    def run(streams: jax.Array, norm: jax.Array, y: jax.Array, weights: jax.Array, words: jax.Array) -> MixerRead:
+        return read(streams, MixerPlanes(norm, words, *where), EPS, PendingWrite(y, weights), backend="triton")
 
-    text = lower_for_cuda(run, shape(2, streams, width), shape(flat), shape(2, width), shape(2, streams), *words)
+    text = lower_for_cuda(run, shape(2, streams, width), shape(flat), shape(2, width), shape(2, streams), words)
     assert text.count("__gpu$xla.gpu.triton") == 2

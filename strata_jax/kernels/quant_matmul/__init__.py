@@ -22,10 +22,10 @@ from strata_jax.kernels.quant_matmul.blocks import (
     choose_gemv_launch,
     choose_matmul_blocks,
 )
-from strata_jax.kernels.quant_matmul.tiles import PlanePart
+from strata_jax.kernels.quant_matmul.tiles import PlanePart, own_words
 from strata_jax.memory.dense_planes import MAX_DECODED_WEIGHTS, MAX_KERNEL_ROWS
 
-__all__ = ["MAX_GEMV_ROWS", "MatmulBlocks", "PlanePart", "quant_matmul", "quant_matmuls"]
+__all__ = ["MAX_GEMV_ROWS", "MatmulBlocks", "PlanePart", "own_words", "quant_matmul", "quant_matmuls"]
 
 MAX_GEMV_ROWS = 8
 
@@ -33,14 +33,14 @@ MAX_GEMV_ROWS = 8
 def quant_matmul(
     x: jax.Array, words: jax.Array, layout: PlaneLayout, *, backend: str | None = None, interpret: bool = False
 ) -> jax.Array:
-    """Multiply by one matrix: f32[T, rows]. As `quant_matmuls`."""
-    return quant_matmuls(x, (words,), (layout,), backend=backend, interpret=interpret)[0]
+    """Multiply by one matrix, u32[layout.num_words]: f32[T, rows]. As `quant_matmuls`."""
+    return quant_matmuls(x, words, (PlanePart(layout),), backend=backend, interpret=interpret)[0]
 
 
 def quant_matmuls(
     x: jax.Array,
-    words: Sequence[jax.Array],
-    layouts: Sequence[PlaneLayout],
+    words: jax.Array,
+    parts: Sequence[PlanePart],
     *,
     backend: str | None = None,
     interpret: bool = False,
@@ -48,53 +48,57 @@ def quant_matmuls(
     """Multiply ``x: f32[T, cols]`` by the transposes of matrices of ``cols`` columns: f32[T, rows] each.
 
     Args:
-        words: u32[layout.num_words] of each matrix.
+        words: u32[n], which has all of them. parts: where; each begins with a whole run of its tile rows.
         backend: ``"reference"`` or ``"triton"``; None = Triton on CUDA, the reference elsewhere.
         interpret: run the kernels in Pallas' interpreter, on any device.
 
     Raises:
-        ValueError: `x` or `words` do not fit the layouts, or `backend` is unknown.
+        ValueError: `x` or `words` do not fit the parts, or `backend` is unknown.
     """
-    for array, layout in zip(words, layouts, strict=True):
-        _check(x, array, layout)
+    for part in parts:
+        _check(x, words, part)
     few = x.shape[0] <= MAX_GEMV_ROWS
 
-    def plain(x: jax.Array, *words: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(reference.matmul(x, w, layout, rounded=not few) for w, layout in zip(words, layouts))
+    def plain(x: jax.Array, words: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(reference.matmul(x, own_words(words, p), p.layout, rounded=not few) for p in parts)
 
-    def kernel(x: jax.Array, *words: jax.Array) -> tuple[jax.Array, ...]:
+    def kernel(x: jax.Array, words: jax.Array) -> tuple[jax.Array, ...]:
         from strata_jax.kernels.quant_matmul import triton
 
         if few:
-            return triton.gemv(x, words, layouts, choose_gemv_launch(x.shape[0], layouts), interpret=interpret)
+            blocks = choose_gemv_launch(x.shape[0], [part.layout for part in parts])
+            return triton.gemv(x, words, parts, blocks, interpret=interpret)
         rounded = x.astype(jnp.bfloat16)
-        return tuple(_multiply_many(rounded, w, layout, interpret) for w, layout in zip(words, layouts))
+        return tuple(_multiply_many(rounded, words, part, interpret) for part in parts)
 
-    return on_backend(backend, kernel, plain, x, *words)
+    return on_backend(backend, kernel, plain, x, words)
 
 
-def _multiply_many(x: jax.Array, words: jax.Array, layout: PlaneLayout, interpret: bool) -> jax.Array:
+def _multiply_many(x: jax.Array, words: jax.Array, part: PlanePart, interpret: bool) -> jax.Array:
     """``x: bf16[T, cols]`` times the transpose of the matrix: f32[T, rows]."""
     from strata_jax.kernels.quant_matmul import triton
 
-    num_rows = x.shape[0]
+    num_rows, layout = x.shape[0], part.layout
     if layout.tile_rows < MIN_TILE_ROWS:
-        return _multiply_decoded(x, decode_planes(words, layout).astype(jnp.bfloat16))
+        return _multiply_decoded(x, decode_planes(own_words(words, part), layout).astype(jnp.bfloat16))
     if num_rows > MAX_KERNEL_ROWS and layout.rows * layout.cols <= MAX_DECODED_WEIGHTS:
-        return _multiply_decoded(x, triton.decode(words, layout, choose_decode_blocks(layout), interpret))
+        return _multiply_decoded(x, triton.decode(words, part, choose_decode_blocks(layout), interpret))
     blocks = choose_matmul_blocks(num_rows, layout)
     padded = jnp.pad(x, ((0, -num_rows % blocks.rows), (0, 0)))
     line = jnp.zeros(1, jnp.int32)
-    return triton.matmul(padded, words[None], line, PlanePart(layout), blocks, interpret=interpret)[:num_rows]
+    return triton.matmul(padded, words[None], line, part, blocks, interpret=interpret)[:num_rows]
 
 
 def _multiply_decoded(x: jax.Array, matrix: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _check(x: jax.Array, words: jax.Array, layout: PlaneLayout) -> None:
-    if x.ndim != 2 or x.shape[-1] != layout.cols or words.shape != (layout.num_words,):
+def _check(x: jax.Array, words: jax.Array, part: PlanePart) -> None:
+    layout, first = part.layout, part.first_word
+    fits = words.ndim == 1 and 0 <= first <= words.shape[0] - layout.num_words and first % layout.tile_rows == 0
+    if x.ndim != 2 or x.shape[-1] != layout.cols or not fits:
         raise ValueError(
-            f"x{list(x.shape)} times {layout.type_name} {layout.rows} x {layout.cols} in {layout.num_words} words: "
-            f"got {words.shape[0] if words.ndim == 1 else list(words.shape)} words"
+            f"x{list(x.shape)} times {layout.type_name} {layout.rows} x {layout.cols} in {layout.num_words} words from"
+            f" {first} on: got {words.shape[0] if words.ndim == 1 else list(words.shape)} words, and runs of"
+            f" {layout.tile_rows}"
         )

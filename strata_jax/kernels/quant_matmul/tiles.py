@@ -27,6 +27,11 @@ class PlanePart:
     first_word: int = 0
 
 
+def own_words(words: jax.Array, part: PlanePart) -> jax.Array:
+    """The words u32[layout.num_words] of one matrix of an array of some."""
+    return words[part.first_word : part.first_word + part.layout.num_words]
+
+
 def step_items(layout: PlaneLayout) -> int:
     """Return the items of a row that a product of many rows decodes at a time: 4, or fewer if 4 do not divide it."""
     return min(_MATMUL_ITEMS, layout.num_items & -layout.num_items)

@@ -71,13 +71,13 @@ def matmul(
     return call(x, words, line, jnp.asarray(lookup_table(layout.type_name)))
 
 
-def decode(words: jax.Array, layout: PlaneLayout, blocks: LaunchBlocks, interpret: bool = False) -> jax.Array:
-    """Decode a whole matrix: bf16[rows, cols], each weight rounded once."""
-    num_items = step_items(layout)
+def decode(words: jax.Array, part: PlanePart, blocks: LaunchBlocks, interpret: bool = False) -> jax.Array:
+    """Decode a whole matrix of ``words: u32[n]``: bf16[rows, cols], each weight rounded once."""
+    layout, num_items = part.layout, step_items(part.layout)
 
     def kernel(words: Ref, table: Ref, out: Ref) -> None:
         row, step = pl.program_id(0) * blocks.rows, pl.program_id(1)
-        load = row_loader(words, 0, PlanePart(layout), row, blocks.rows)
+        load = row_loader(words, 0, part, row, blocks.rows)
         tile = weight_tile(load, layout, table, step, num_items)
         out[pl.ds(row, blocks.rows), pl.ds(step * num_items * ITEM, num_items * ITEM)] = tile.T
 
@@ -90,40 +90,38 @@ def decode(words: jax.Array, layout: PlaneLayout, blocks: LaunchBlocks, interpre
 
 def gemv(
     x: jax.Array,
-    words: Sequence[jax.Array],
-    layouts: Sequence[PlaneLayout],
+    words: jax.Array,
+    parts: Sequence[PlanePart],
     blocks: GemvLaunch,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """``x: f32[T, cols]`` for small T times the transposes of matrices: f32[T, rows] each.
+    """``x: f32[T, cols]`` for small T times the transposes of matrices of ``words: u32[n]``: f32[T, rows] each.
 
     One launch, or with many tokens one for each group of matrices that run the same code: the time to compile two codes
     together grows faster than their size. Products and sums are in float32. A thread keeps the sums of its own items
     and rows to the end of its part of the columns; each item's sum of codes is scaled once. Parts of the columns are
     added in their order, by XLA in whatever uses them, so the result does not depend on when programs run.
-
-    Args:
-        words: u32[layout.num_words] of each matrix; all have the same number of columns.
+    All matrices have the same number of columns.
     """
-    groups, found = _groups(layouts, blocks), dict[int, jax.Array]()
+    groups, found = _groups(parts, blocks), dict[int, jax.Array]()
     for some in [groups] if blocks.tokens <= _MAX_TOKENS_OF_GROUPS else [[group] for group in groups]:
         found |= _launch_groups(x, words, some, blocks, interpret)
-    return tuple(found[i] for i in range(len(words)))
+    return tuple(found[i] for i in range(len(parts)))
 
 
 def _launch_groups(
-    x: jax.Array, words: Sequence[jax.Array], groups: Sequence[_Group], blocks: GemvLaunch, interpret: bool
+    x: jax.Array, words: jax.Array, groups: Sequence[_Group], blocks: GemvLaunch, interpret: bool
 ) -> dict[int, jax.Array]:
     """Return the products with the matrices of some groups by their place in ``words``."""
     num_tokens, members = x.shape[0], [i for group in groups for i in group.members]
     token_groups = -(-num_tokens // blocks.tokens)
 
-    def kernel(x: Ref, whole: Ref, *refs: Ref) -> None:
-        tables, operands = refs[: len(groups)], dict(zip(members, zip(refs[len(groups) :], refs[-len(members) :])))
+    def kernel(x: Ref, whole: Ref, words: Ref, *refs: Ref) -> None:
+        tables, results = refs[: len(groups)], dict(zip(members, refs[len(groups) :], strict=True))
         program, first = pl.program_id(0), 0
         for group, table in zip(groups, tables, strict=True):
-            own = [_Member(*operands[i]) for i in group.members]
-            work = partial(_gemv_group, x, whole[0], own, table, group, blocks.tokens, interpret)
+            outs = [results[i] for i in group.members]
+            work = partial(_gemv_group, x, whole[0], words, outs, table, group, blocks.tokens, interpret)
             programs = group.num_programs * token_groups
             if len(groups) == 1:
                 work(program)
@@ -141,7 +139,7 @@ def _launch_groups(
     # an operand, not a constant: an instruction has room for one constant, and would need another to bring in this one
     whole = jnp.full(1, _WHOLE_BITS, jnp.uint32)
     call = launch(kernel, grid, outs, blocks.warps, interpret=interpret)
-    parts = call(x, whole, *tables, *(words[i] for i in members))
+    parts = call(x, whole, words, *tables)
     return {i: functools.reduce(operator.add, part) for i, part in zip(members, parts, strict=True)}
 
 
@@ -149,46 +147,49 @@ def _launch_groups(
 class _Group:
     """Matrices of one type whose programs run the same code, so that it is compiled once.
 
-    ``members``: their places in the call. ``layout``: of the first one; the others differ in ``rows``.
+    ``members``: their places in the call. ``layout``: of the first one; the others differ in ``rows`` and in where
+    their words begin, ``first_words``.
     """
 
     members: tuple[int, ...]
     layout: PlaneLayout
     blocks: GemvBlocks
     rows: tuple[int, ...]
+    first_words: tuple[int, ...]
 
     @property
     def num_programs(self) -> int:
         return sum(self.rows) // self.blocks.rows * self.blocks.splits
 
 
-def _groups(layouts: Sequence[PlaneLayout], blocks: GemvLaunch) -> list[_Group]:
+def _groups(parts: Sequence[PlanePart], blocks: GemvLaunch) -> list[_Group]:
     found: dict[Any, list[int]] = {}
-    for i, (layout, own) in enumerate(zip(layouts, blocks.matrices, strict=True)):
-        found.setdefault((layout.type_name, layout.tile_rows, own), []).append(i)
+    for i, (part, own) in enumerate(zip(parts, blocks.matrices, strict=True)):
+        found.setdefault((part.layout.type_name, part.layout.tile_rows, own), []).append(i)
     return [
-        _Group(tuple(members), layouts[members[0]], own, tuple(layouts[i].rows for i in members))
+        _Group(
+            tuple(members), parts[members[0]].layout, own, tuple(parts[i].layout.rows for i in members),
+            tuple(parts[i].first_word for i in members),
+        )
         for (_, _, own), members in found.items()
-    ]
-
-
-@dataclass(frozen=True)
-class _Member:
-    words: Ref  # u32[num_words]
-    out: Ref  # f32[splits, T, rows]
+    ]  # fmt: skip
 
 
 def _gemv_group(
     x: Ref,
     whole: jax.Array,
-    members: Sequence[_Member],
+    words: Ref,
+    outs: Sequence[Ref],
     table: Ref,
     group: _Group,
     tokens: int,
     interpret: bool,
     program: jax.Array,
 ) -> None:
-    """One program of a group. Tokens are the fastest axis: words come from the cache the second time."""
+    """One program of a group, ``outs: f32[splits, T, rows]`` of its matrices.
+
+    Tokens are the fastest axis: words come from the cache the second time.
+    """
     layout, blocks, num_tokens = group.layout, group.blocks, x.shape[0]
     program, token_group = _div_rem(program, -(-num_tokens // tokens))
     block, split = _div_rem(program, blocks.splits)
@@ -197,10 +198,12 @@ def _gemv_group(
     starts = [*accumulate((rows // blocks.rows for rows in group.rows[:-1]), initial=0)]
     ends = [*starts[1:], sum(group.rows) // blocks.rows]
     here = [(block >= start) & (block < end) for start, end in zip(starts, ends)]
-    for start, inside in zip(starts[1:], here[1:]):
+    first_run = jnp.int32(group.first_words[0] // layout.tile_rows)
+    for start, inside, first_word in zip(starts[1:], here[1:], group.first_words[1:]):
         block = jnp.where(inside, block - start, block)
+        first_run = jnp.where(inside, jnp.int32(first_word // layout.tile_rows), first_run)
     row = block * blocks.rows
-    load = _row_words(members, here, layout, block, blocks.rows)
+    load = _row_words(words, first_run, layout, block, blocks.rows)
     num_items = layout.num_items // blocks.splits
     first_item = split * num_items
 
@@ -216,27 +219,21 @@ def _gemv_group(
     totals = jax.lax.fori_loop(0, -(-num_items // blocks.items), step, (zero,) * tokens)
     for t, total in enumerate(totals):
         result = jnp.sum(total, axis=0)
-        for member, inside in zip(members, here):
-            at = member.out.at[split, token[t], pl.ds(row, blocks.rows)]
-            plt.store(at, result, mask=None if len(members) == 1 else jnp.full(result.shape, inside))
+        for out, inside in zip(outs, here):
+            at = out.at[split, token[t], pl.ds(row, blocks.rows)]
+            plt.store(at, result, mask=None if len(outs) == 1 else jnp.full(result.shape, inside))
 
 
-def _row_words(
-    members: Sequence[_Member], here: Sequence[jax.Array], layout: PlaneLayout, block: jax.Array, num_rows: int
-) -> Load:
-    """Return ``load(word: i32[J]) -> u32[J, num_rows]``: words of a block of rows of the member that is ``here``."""
+def _row_words(words: Ref, first_run: jax.Array, layout: PlaneLayout, block: jax.Array, num_rows: int) -> Load:
+    """Return ``load(word: i32[J]) -> u32[J, num_rows]``: words of a block of rows of a matrix.
+
+    ``first_run``: of ``tile_rows`` words, where the matrix begins.
+    """
     tile, part = _div_rem(block, layout.tile_rows // num_rows)
     lanes = part * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
 
     def load(word: jax.Array) -> jax.Array:
-        at = (tile * layout.row_words + word)[:, None] * layout.tile_rows + lanes[None, :]
-        if len(members) == 1:
-            return members[0].words[at]
-        found = [
-            plt.load(member.words.at[at], mask=jnp.full(at.shape, inside), other=jnp.zeros(at.shape, jnp.uint32))
-            for member, inside in zip(members, here)
-        ]
-        return functools.reduce(operator.or_, found)
+        return words[(first_run + tile * layout.row_words + word)[:, None] * layout.tile_rows + lanes[None, :]]
 
     return load
 

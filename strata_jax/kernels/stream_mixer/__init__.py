@@ -59,21 +59,17 @@ def _check(streams: jax.Array, w: MixerPlanes, pending: PendingWrite | None) -> 
     num_tokens, num_streams, width = streams.shape
     if problem := mixer_problem(num_streams, width):
         raise ValueError(problem)
-    flat, rank = num_streams * width, w.down_layout.rows
-    expected = [("down", w.down, w.down_layout, rank, flat), ("up", w.up, w.up_layout, flat, rank)]
-    if (w.inject is None) != (w.inject_layout is None):
-        raise ValueError("inject has words and a layout, or neither")
-    if w.inject is not None and w.inject_layout is not None:
-        expected.append(("inject", w.inject, w.inject_layout, num_streams, flat))
-    for name, words, layout, rows, cols in expected:
-        if (
-            (layout.rows, layout.cols) != (rows, cols)
-            or words.shape != (layout.num_words,)
-            or words.dtype != jnp.uint32
-        ):
+    flat, rank = num_streams * width, w.down.layout.rows
+    expected = [("down", w.down, rank, flat), ("up", w.up, flat, rank)]
+    if w.inject is not None:
+        expected.append(("inject", w.inject, num_streams, flat))
+    for name, part, rows, cols in expected:
+        layout, end = part.layout, part.first_word + part.layout.num_words
+        there = w.words.ndim == 1 and w.words.dtype == jnp.uint32 and end <= w.words.shape[0]
+        if (layout.rows, layout.cols) != (rows, cols) or not there or part.first_word % layout.tile_rows:
             raise ValueError(
-                f"{name} is {rows} x {cols} in planes; got a layout of {layout.rows} x {layout.cols}, which is"
-                f" uint32[{layout.num_words}], and {form(words)}"
+                f"{name} is {rows} x {cols} in planes; got a layout of {layout.rows} x {layout.cols}, whose words"
+                f" {part.first_word} to {end} are of {form(w.words)}"
             )
     shapes: list[tuple[str, jax.Array, tuple[int, ...]]] = [("norm", w.norm, (flat,))]
     if pending is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import jax
 
 from strata_jax.kernels.planes import ITEM, PlaneLayout
+from strata_jax.kernels.quant_matmul.tiles import PlanePart
 
 _MAX_ROWS = 16
 """Rows of a program: with 16 the model's mixer has 400 and 160 programs of one pass each over what they read."""
@@ -20,17 +21,15 @@ class MixerPlanes:
 
     Attributes:
         norm: f32[C*E].
-        down, up: u32[num_words] of their layouts.
+        words: u32[n], which has all matrices. down, up: where they are.
         inject: the same; None for a mixer that is only read (the output mixers).
     """
 
     norm: jax.Array
-    down: jax.Array
-    up: jax.Array
-    inject: jax.Array | None
-    down_layout: PlaneLayout = field(metadata={"static": True})
-    up_layout: PlaneLayout = field(metadata={"static": True})
-    inject_layout: PlaneLayout | None = field(metadata={"static": True})
+    words: jax.Array
+    down: PlanePart = field(metadata={"static": True})
+    up: PlanePart = field(metadata={"static": True})
+    inject: PlanePart | None = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

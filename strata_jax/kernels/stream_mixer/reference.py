@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from strata_jax.kernels.planes import PlaneLayout, decode_planes
+from strata_jax.kernels.planes import decode_planes
+from strata_jax.kernels.quant_matmul.tiles import PlanePart, own_words
 from strata_jax.kernels.stream_mixer.layout import MixerPlanes, MixerRead, PendingWrite
 
 
@@ -17,14 +18,13 @@ def read(streams: jax.Array, w: MixerPlanes, eps: float, pending: PendingWrite |
     mean_square = jnp.mean(streams * streams, axis=-1, keepdims=True)
     normed = w.norm.reshape(num_streams, width) * streams / jnp.sqrt(mean_square + eps)
     flat = normed.reshape(num_tokens, -1)
-    hidden = jax.nn.silu(_product(flat, w.down, w.down_layout) / num_streams)
-    gate = jax.nn.sigmoid(_product(hidden, w.up, w.up_layout)).reshape(streams.shape)
+    hidden = jax.nn.silu(_product(flat, w.words, w.down) / num_streams)
+    gate = jax.nn.sigmoid(_product(hidden, w.words, w.up)).reshape(streams.shape)
     inject = None
     if w.inject is not None:
-        assert w.inject_layout is not None
-        inject = 2.0 * jax.nn.sigmoid(_product(flat, w.inject, w.inject_layout) / num_streams)
+        inject = 2.0 * jax.nn.sigmoid(_product(flat, w.words, w.inject) / num_streams)
     return MixerRead(streams, jnp.mean(gate * normed, axis=1), inject)
 
 
-def _product(x: jax.Array, words: jax.Array, layout: PlaneLayout) -> jax.Array:
-    return jnp.dot(x, decode_planes(words, layout).T, precision=jax.lax.Precision.HIGHEST)
+def _product(x: jax.Array, words: jax.Array, part: PlanePart) -> jax.Array:
+    return jnp.dot(x, decode_planes(own_words(words, part), part.layout).T, precision=jax.lax.Precision.HIGHEST)

@@ -36,26 +36,25 @@ def read(
 ) -> MixerRead:
     """As `strata_jax.kernels.stream_mixer.read`."""
     num_tokens, num_streams, width = streams.shape
-    down, up, inject = w.down_layout, w.up_layout, w.inject_layout
-    blocks = mixer_blocks(streams.shape, down, up)
-    common = {"streams": streams, "norm": w.norm}
+    down, up, inject = w.down, w.up, w.inject
+    blocks = mixer_blocks(streams.shape, down.layout, up.layout)
+    common = {"streams": streams, "norm": w.norm, "words": w.words[None]}
 
-    operands = common | {"words": w.down[None], "table": jnp.asarray(lookup_table(down.type_name))}
-    outs = {"sums": (blocks.parts, num_tokens, down.rows), "squares": (blocks.parts, num_tokens)}
+    operands = common | {"table": jnp.asarray(lookup_table(down.layout.type_name))}
+    outs = {"sums": (blocks.parts, num_tokens, down.layout.rows), "squares": (blocks.parts, num_tokens)}
     if inject is not None:
-        assert w.inject is not None
-        operands |= {"inject": w.inject[None], "inject_table": jnp.asarray(lookup_table(inject.type_name))}
+        operands |= {"inject_table": jnp.asarray(lookup_table(inject.layout.type_name))}
         outs["inject_sums"] = blocks.parts, num_tokens, num_streams
     if pending is not None:
         operands |= {"y": pending.y, "weights": pending.inject}
         outs["written"] = streams.shape
     kernel = partial(_project, down=down, inject=inject, blocks=blocks)
     num_groups = num_tokens // blocks.tokens
-    grid = blocks.parts, down.rows // blocks.down_rows + 1, num_groups
+    grid = blocks.parts, down.layout.rows // blocks.down_rows + 1, num_groups
     found = _launch("mixer_project", kernel, grid, operands, outs, interpret)
     streams = common["streams"] = found.pop("written", streams)
 
-    operands = common | found | {"words": w.up[None], "table": jnp.asarray(lookup_table(up.type_name))}
+    operands = common | found | {"table": jnp.asarray(lookup_table(up.layout.type_name))}
     outs = {"mixed": (num_tokens, width)}
     if inject is not None:
         outs["weights"] = num_tokens, num_streams
@@ -83,11 +82,11 @@ def _launch(
     return dict(zip(outs, found, strict=True))
 
 
-def _project(refs: Refs, *, down: PlaneLayout, inject: PlaneLayout | None, blocks: MixerBlocks) -> None:
+def _project(refs: Refs, *, down: PlanePart, inject: PlanePart | None, blocks: MixerBlocks) -> None:
     """Sums over one part's columns, of one block of rows of ``down`` or, in the last block, of all else.
 
-    streams f32[T, C, E], norm f32[C*E], words u32[1, .], table u32[.], with inject: inject, inject_table likewise,
-    with a pending write: y f32[T, E], weights f32[T, C]
+    streams f32[T, C, E], norm f32[C*E], words u32[1, .], table u32[.], with inject: inject_table likewise, with a
+    pending write: y f32[T, E], weights f32[T, C]
     -> sums f32[parts, T, r], squares f32[parts, T], inject_sums f32[parts, T, C], written f32[T, C, E].
     """
     num_streams, columns = refs["streams"].shape[1], blocks.items * ITEM
@@ -97,7 +96,7 @@ def _project(refs: Refs, *, down: PlaneLayout, inject: PlaneLayout | None, block
     stream = jax.lax.div(part, jnp.int32(parts_each))
     here = pl.ds((part - stream * parts_each) * columns, columns)
     items = part * blocks.items + jnp.arange(blocks.items, dtype=jnp.int32)
-    num_blocks = down.rows // blocks.down_rows
+    num_blocks = down.layout.rows // blocks.down_rows
 
     def values(token: jax.Array) -> jax.Array:
         found = refs["streams"][token, stream, here]
@@ -113,8 +112,8 @@ def _project(refs: Refs, *, down: PlaneLayout, inject: PlaneLayout | None, block
     @pl.when(block < num_blocks)
     def _() -> None:
         row = block * blocks.down_rows
-        load = row_loader(refs["words"], 0, PlanePart(down), row, blocks.down_rows)
-        for token, sums in zip(tokens, products(load, refs["table"], down)):
+        load = row_loader(refs["words"], 0, down, row, blocks.down_rows)
+        for token, sums in zip(tokens, products(load, refs["table"], down.layout)):
             refs["sums"][part, token, pl.ds(row, blocks.down_rows)] = sums
 
     @pl.when(block == num_blocks)
@@ -128,12 +127,13 @@ def _project(refs: Refs, *, down: PlaneLayout, inject: PlaneLayout | None, block
             # rows are repeated up to a tile of a usual size: those of a few rows are moved about between threads
             lane = jnp.arange(blocks.down_rows, dtype=jnp.int32)
             row_of = jnp.bitwise_and(lane, num_streams - 1)
-            load = lambda word: refs["inject"][0, word[:, None] * num_streams + row_of[None, :]]  # noqa: E731
-            for token, sums in zip(tokens, products(load, refs["inject_table"], inject)):
+            first = inject.first_word // num_streams
+            load = lambda word: refs["words"][0, (first + word)[:, None] * num_streams + row_of[None, :]]  # noqa: E731
+            for token, sums in zip(tokens, products(load, refs["inject_table"], inject.layout)):
                 refs["inject_sums"][part, token, row_of] = sums  # the same sum from each lane of a row
 
 
-def _mix(refs: Refs, *, up: PlaneLayout, blocks: MixerBlocks, eps: float) -> None:
+def _mix(refs: Refs, *, up: PlanePart, blocks: MixerBlocks, eps: float) -> None:
     """The mean over the streams of some columns.
 
     streams f32[T, C, E], norm f32[C*E], words u32[1, .], table u32[.] and what `_project` gives
@@ -143,15 +143,15 @@ def _mix(refs: Refs, *, up: PlaneLayout, blocks: MixerBlocks, eps: float) -> Non
     first = pl.program_id(0) * blocks.up_rows
     here = pl.ds(first, blocks.up_rows)
     tokens = [pl.program_id(1) * blocks.tokens + i for i in range(blocks.tokens)]
-    item = jnp.arange(pl.next_power_of_2(up.num_items), dtype=jnp.int32)
-    items = jnp.minimum(item, up.num_items - 1)  # of those past the end ``hidden`` is 0
+    item = jnp.arange(pl.next_power_of_2(up.layout.num_items), dtype=jnp.int32)
+    items = jnp.minimum(item, up.layout.num_items - 1)  # of those past the end ``hidden`` is 0
     rank = jnp.arange(item.shape[0] * ITEM, dtype=jnp.int32)
     num_parts = blocks.parts // num_streams
 
     # all loads of weights come before the sums, which they do not need
     starts = [stream * width + first for stream in range(num_streams)]
-    loads = [row_loader(refs["words"], 0, PlanePart(up), start, blocks.up_rows) for start in starts]
-    fields = [load_fields(load, up, items) for load in loads]
+    loads = [row_loader(refs["words"], 0, up, start, blocks.up_rows) for start in starts]
+    fields = [load_fields(load, up.layout, items) for load in loads]
     scales = [_scales(refs["squares"], token, num_streams, width, eps) for token in tokens]
     hidden = []
     for token, of_streams in zip(tokens, scales):
@@ -159,7 +159,8 @@ def _mix(refs: Refs, *, up: PlaneLayout, blocks: MixerBlocks, eps: float) -> Non
         hidden.append(z * _sigmoid(z))
     mixed = [jnp.zeros(blocks.up_rows, jnp.float32)] * len(tokens)
     for stream, start in enumerate(starts):
-        weights = interleave(list(decode_tile(fields[stream], up.type_name, lambda index: refs["table"][index])))
+        decoded = decode_tile(fields[stream], up.layout.type_name, lambda index: refs["table"][index])
+        weights = interleave(list(decoded))
         norm = refs["norm"][pl.ds(start, blocks.up_rows)]
         for i, token in enumerate(tokens):
             gate = _sigmoid(jnp.sum(weights * hidden[i][:, None], axis=0))
