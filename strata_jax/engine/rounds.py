@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # Blocks of the trunk in a program at most, and in the first of several. The GPU waits while the host starts that one,
 # and has to have work for as long as starting the next one takes (about 0.1 ms a block each, one H200): each has up to
 # twice the blocks of the one before.
-PART_BLOCKS = 12
-FIRST_BLOCKS = 2
+PART_BLOCKS = 16
+FIRST_BLOCKS = 4
 
 
 @dataclass(frozen=True)
