@@ -25,7 +25,7 @@ COPY_WORDS = 2**26  # 256 MiB
 LAUNCHES = 400
 IN_A_ROW = 16  # operations of a roof in one program, so that starting it does not count
 PRODUCT = (8192, 2560, 1280)
-COUNTED = 6  # rounds after the timed ones whose expert uses are read
+COUNTED = 16  # rounds in which uses of experts are read, for the bytes of the bound
 
 
 def times_of(call: Callable[[], Any], repeats: int = 20) -> list[float]:

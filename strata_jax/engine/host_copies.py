@@ -52,7 +52,8 @@ def host_copies() -> HostCopies:
 
 
 def address(array: jax.Array) -> int:
-    """Return where the bytes of an array lie; waits until they are there."""
+    """Return where the bytes of an array lie, once they are there: those to come would be written over others."""
+    array.block_until_ready()
     return int(array.addressable_data(0).unsafe_buffer_pointer())
 
 

@@ -134,11 +134,15 @@ def start_ahead(session: Session, num_rows: int, how: SamplingArrays, num_drafts
 
 
 def withdraw(engine: Engine) -> None:
-    """Before anything but the round that was started ahead: it is told to read nothing, and leaves all as it was."""
+    """Before anything but the round that was started ahead: it is told to read nothing, and leaves all as it was.
+
+    Returns when it is done: what is written by other means than JAX's programs (`host_copies`) counts on that.
+    """
     ahead, engine.ahead = engine.ahead, None
     if ahead is not None and ahead.started is not None:
         engine.mailbox.tell(np.zeros(window_form(engine, ahead.num_rows).num_words, np.int32))
         ahead.session.take(ahead.started)
+        jax.block_until_ready(ahead.started.found.report)
 
 
 def window_form(engine: Engine, num_rows: int) -> WindowForm:

@@ -62,10 +62,11 @@ def ranks_in_layer(codes: NDArray[np.int32], num_layers: int, num_experts: int) 
 
 
 def counted(values: ExpertValues, uses: NDArray[np.int32], decay: float) -> ExpertValues:
-    """Return the values after a window that used each expert i32[L, X] times."""
+    """Return the values after a window that used each expert i32[L, X] times; blocks without a use stay as they are."""
     if values.clock >= CLOCK_LIMIT:
         raise ValueError(f"{values.clock:,} rounds: the clock of last uses ends at {CLOCK_LIMIT:,}")
-    count = values.count * np.float32(decay) + uses.astype(np.float32)
+    factor = np.where(np.any(uses > 0, axis=1, keepdims=True), np.float32(decay), np.float32(1))
+    count = values.count * factor + uses.astype(np.float32)
     return ExpertValues(count, np.where(uses > 0, np.int32(values.clock), values.last), values.clock + 1)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from strata_jax.engine.host_copies import address
 from strata_jax.engine.mailbox import Mailbox
@@ -43,6 +47,34 @@ def test_a_program_finds_what_was_told_last_in_the_same_place() -> None:
         assert found.sharding.memory_kind == "device"
         np.testing.assert_array_equal(found, WORDS + added)
         start(mailbox)
+
+
+def test_a_box_is_not_written_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its zeros may have to wait for what the device does; they would wipe out the first words."""
+    put = jax.device_put
+
+    class Late:
+        """An array whose zeros come, once, when somebody waits for it."""
+
+        def __init__(self, array: jax.Array) -> None:
+            self.array, self.nbytes, self.there = array, array.nbytes, False
+
+        def block_until_ready(self) -> None:
+            pointer = self.array.unsafe_buffer_pointer()
+            if not self.there:
+                np.frombuffer((ctypes.c_uint8 * self.nbytes).from_address(pointer), np.int32)[:] = 0
+            self.there = True
+
+        def addressable_data(self, index: int) -> jax.Array:
+            return self.array.addressable_data(index)
+
+    monkeypatch.setattr(jax, "device_put", lambda *args, **how: Late(put(*args, **how)))
+    mailbox = Mailbox()
+    mailbox.tell(WORDS)
+    late: Any = mailbox.box(len(WORDS))
+    monkeypatch.undo()
+    late.block_until_ready()
+    np.testing.assert_array_equal(look(late.array, mailbox.turn), WORDS)
 
 
 def test_boxes_of_other_sizes_have_other_places_and_count_on() -> None:

@@ -18,9 +18,11 @@ from strata_jax.engine import rounds
 from strata_jax.engine import session as session_module
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.moves import Mover
+from strata_jax.engine.replacement import start_values
 from strata_jax.engine.session import Session, fresh_session
 from strata_jax.sampling import Sampling
 from tests.engine.conftest import load
+from tests.engine.policy_runs import SMALL, Engines
 from tests.oracle.models import ModelStore
 
 PROMPT = list(range(3, 43))
@@ -111,6 +113,49 @@ def test_what_comes_between_rounds_withdraws_the_one_that_waits(
     assert_same(found, expected)
     assert ahead
     assert any(waited)
+
+
+def test_replacement_does_not_count_a_round_in_vain(models: ModelStore, request: pytest.FixtureRequest) -> None:
+    engines = Engines(models.synthetic("nano", 0, echo_mtp=0.1, overrides=SMALL), spec_window=2)
+    engine = engines.get(("replacement",))
+    assert engine.values is not None
+    first = engine.residency
+
+    def text() -> tuple[list[tuple[int, ...]], list[np.ndarray]]:
+        assert engine.residency.num_slots == first.num_slots  # the host has read what rounds have changed
+        engine.publish(first)
+        engine.copy_experts(first.residents(range(first.num_slots)))
+        engine.values = start_values(engine.plan.order, engine.plan.num_blocks)
+        session = fresh_session(engine)
+        records = list(session.decode(session.prefill(PROMPT[:20])[-1:], max_tokens=NEW))
+        return [r.emitted for r in records], [np.asarray(x) for x in jax.tree.leaves((engine.values, engine.tables))]
+
+    expected = text()
+    ahead = request.getfixturevalue("ahead")
+    assert_same(text(), expected)
+    assert len(ahead) > 5
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_round_in_vain_changes_no_bit_of_the_state_or_the_cells(
+    window: int, engines: Callable[[int], Engine], request: pytest.FixtureRequest
+) -> None:
+    engine = engines(window)
+
+    def ended_early() -> list[np.ndarray]:
+        session = fresh_session(engine)
+        decoding = session.decode(session.prefill(PROMPT), max_tokens=NEW)
+        for _ in range(4):
+            next(decoding)
+        decoding.close()
+        return [np.asarray(x) for x in jax.tree.leaves((session.state, engine.arrays, engine.tables))]
+
+    ended_early()
+    expected = ended_early()
+    ahead = request.getfixturevalue("ahead")
+    for mine, theirs in zip(ended_early(), expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert ahead
 
 
 def test_a_request_that_ends_early_leaves_no_round_behind(engines: Callable[[int], Engine], ahead: list[int]) -> None:

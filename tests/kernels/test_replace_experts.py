@@ -49,8 +49,9 @@ def test_the_device_decides_as_the_policy(each: int, decay: float, name: str) ->
     trace = draw_trace(RoutingSkew(0.8), num_layers=LAYERS, num_experts=EXPERTS, num_used=USED, num_tokens=36,
                        conversation_tokens=12, seed=each)  # fmt: skip
     run = jax.jit(partial(KERNELS[name], decay=decay, max_fetches=MAX_FETCHES), donate_argnums=0)
-    moved = 0
-    for uses in window_uses(trace.experts, EXPERTS, ROWS):
+    moved, windows = 0, [*window_uses(trace.experts, EXPERTS, ROWS)]
+    windows.insert(5, np.zeros_like(windows[0]))  # of a round that was told nothing
+    for uses in windows:
         held = before >= 0
         values = counted(values, uses, decay)
         layers, coming, leaving = replaced(held, uses, values)

@@ -34,7 +34,7 @@ def replace_experts(
         layer: i32[1], which block.
         uses: i32[X], how many tokens of the window ask for each expert.
         slot_page: i32[S], the first page of each slot.
-        decay: factor of all counts before the window's are added: 0 to 1.
+        decay: factor of all counts before the window's are added: 0 to 1. A window without a use changes nothing.
         max_fetches: M, 1 to X.
         backend: ``"reference"`` or ``"triton"``; None = Triton on CUDA, the reference elsewhere.
         interpret: run the Triton kernel in Pallas' interpreter, on any device.

@@ -17,7 +17,7 @@ def replace_experts(
     num_experts, block = uses.shape[0], layer[0]
     slots = tables.slot_of[block]
     held, expert = slots >= 0, jnp.arange(num_experts)
-    count = tables.count[block] * decay + uses.astype(jnp.float32)
+    count = tables.count[block] * jnp.where(jnp.any(uses > 0), decay, 1.0) + uses.astype(jnp.float32)
     last = jnp.where(uses > 0, tables.clock[0], tables.last[block])
     is_new, is_victim = (uses > 0) & ~held, held & (uses == 0)
     coming = jnp.lexsort((expert, -count, ~is_new))[:max_fetches]

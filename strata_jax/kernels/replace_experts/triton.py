@@ -70,7 +70,8 @@ def _replace(
     real = expert < num_experts
     uses = plt.load(uses_ref.at[expert], mask=real, other=0)
     slots = plt.load(slot_of_ref.at[layer, expert], mask=real, other=-1)
-    count = plt.load(count_ref.at[layer, expert], mask=real, other=0.0) * decay + uses.astype(jnp.float32)
+    factor = jnp.where(jnp.sum(uses) > 0, jnp.float32(decay), jnp.float32(1.0))
+    count = plt.load(count_ref.at[layer, expert], mask=real, other=0.0) * factor + uses.astype(jnp.float32)
     last = plt.load(last_ref.at[layer, expert], mask=real, other=0)
     last = jnp.where(uses > 0, clock_ref[0], last)
     is_new, is_victim = (uses > 0) & (slots < 0), (slots >= 0) & (uses == 0)
