@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -259,6 +259,10 @@ class Engine:
 
     def stop_if_lost(self, what: str, error: BaseException) -> None:
         """After a failure of ``what``: nothing can run any more if it has taken an array of the arena or the store."""
+        with suppress(
+            Exception
+        ):  # the failure itself is on its way to the caller, and what it has left is looked at here
+            withdraw(self)  # a round that waits has the arena
         if any(array.is_deleted() for array in self.arrays):
             self.stopped = f"{what} failed and left no arena ({error})"
         if self.cell_store is not None and self.cell_store.is_deleted():

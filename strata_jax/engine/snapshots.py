@@ -27,6 +27,7 @@ from strata_jax.engine.cell_window import window_before
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.gdn import GdnState
 from strata_jax.engine.model import SequenceState, State
+from strata_jax.engine.rounds import withdraw
 from strata_jax.engine.row_copies import read_rows, write_rows
 from strata_jax.engine.session import Session
 from strata_jax.policies.moves import MoveKind
@@ -299,6 +300,7 @@ def _check_carried(state: State, point: Checkpoint) -> None:
 
 
 def _check_owner(session: Session) -> None:
+    withdraw(session.engine)
     if session.engine.owner is not session:
         raise RuntimeError("the K/V cells of this sequence were taken over by a later one")
 

@@ -20,6 +20,7 @@ from strata_jax.engine.engine import Engine
 from strata_jax.engine.moves import Mover
 from strata_jax.engine.replacement import start_values
 from strata_jax.engine.session import Session, fresh_session
+from strata_jax.engine.snapshots import Image, capture, restore
 from strata_jax.sampling import Sampling
 from tests.engine.conftest import load
 from tests.engine.policy_runs import SMALL, Engines
@@ -156,6 +157,52 @@ def test_a_round_in_vain_changes_no_bit_of_the_state_or_the_cells(
     for mine, theirs in zip(ended_early(), expected, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert ahead
+
+
+def test_a_round_that_is_broken_off_while_the_next_one_waits_leaves_the_engine_running(
+    engines: Callable[[int], Engine], ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(1)
+    session = fresh_session(engine)
+    logits = session.prefill(PROMPT)
+    image, read = capture(session), session_module.read_report
+    expected = [record.emitted for record in session.decode(logits, max_tokens=12)]
+    restore(session, image)
+
+    def interrupted(*args: Any) -> Any:
+        if len(session.tokens) == len(PROMPT) + 3 and engine.ahead is not None:
+            raise KeyboardInterrupt
+        return read(*args)
+
+    monkeypatch.setattr(session_module, "read_report", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(session.decode(logits, max_tokens=12))
+    monkeypatch.setattr(session_module, "read_report", read)
+    assert engine.ahead is None
+    assert engine.stopped is None
+    with pytest.raises(RuntimeError, match="a round was broken off after 43 tokens"):
+        session.last_logits()
+    restore(session, image)
+    assert [record.emitted for record in session.decode(logits, max_tokens=12)] == expected
+
+
+def test_what_is_captured_between_rounds_is_the_state_before_the_one_that_waits(
+    engines: Callable[[int], Engine], ahead: list[int]
+) -> None:
+    engine = engines(1)
+    session = fresh_session(engine)
+    decoding = session.decode(session.prefill(PROMPT), max_tokens=12)
+    some, images = list[int](), dict[int, Image]()
+    for record in decoding:
+        some += record.emitted
+        if engine.ahead is not None:
+            images[len(session.tokens) - len(PROMPT)] = capture(session)
+            assert engine.ahead is None
+    assert len(images) > 2
+    for count, image in images.items():
+        restore(session, image)
+        rest = session.decode(session.prefill([some[count]]), max_tokens=len(some) - count - 1)
+        assert [t for record in rest for t in record.emitted] == some[count + 1 :]
 
 
 def test_a_request_that_ends_early_leaves_no_round_behind(engines: Callable[[int], Engine], ahead: list[int]) -> None:
