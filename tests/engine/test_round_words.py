@@ -14,6 +14,7 @@ import pytest
 from strata_jax.engine import rounds
 from strata_jax.engine.experts import ExpertCounts
 from strata_jax.engine.host_copies import address
+from strata_jax.engine.mailbox import Mailbox
 from strata_jax.engine.round_words import Lookups, Report, WindowForm, asked, read_report, report_words
 from strata_jax.engine.round_words import window_words as words_of
 from strata_jax.engine.session import Session
@@ -52,6 +53,7 @@ def test_a_round_finds_its_words_in_host_memory_and_leaves_its_report_there(
     models: ModelStore, load_engine: LoadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_engine(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=2)
+    monkeypatch.setattr(engine, "mailbox", Mailbox())  # other tests have used this engine's
     session, reports, windows = Session(engine), list[str](), list[int]()
     copied, given = list[tuple[int, ...]](), list[list[tuple[tuple[int, ...], int]]]()
     logits = session.prefill(list(range(40)))
