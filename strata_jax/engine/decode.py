@@ -95,11 +95,12 @@ def round_part(
     """
     found = None
     if streams is None:
-        assert embedding is not None
         assert turn is not None
         words = found = await_words(words, turn, backend="reference" if backend.interprets() else "triton")
-        streams = start_streams(embedding, asked(words, form).tokens, spec.geometry)
     window = asked(words, form)
+    if streams is None:
+        assert embedding is not None
+        streams = start_streams(embedding, window.tokens, spec.geometry)
     ple_rows = None
     if any(w.parts.ple is not None for w in blocks):
         ple_rows = ple.rows_of(form.table_part(words), spec.geometry)

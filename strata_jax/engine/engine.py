@@ -259,10 +259,9 @@ class Engine:
 
     def stop_if_lost(self, what: str, error: BaseException) -> None:
         """After a failure of ``what``: nothing can run any more if it has taken an array of the arena or the store."""
-        with suppress(
-            Exception
-        ):  # the failure itself is on its way to the caller, and what it has left is looked at here
-            withdraw(self)  # a round that waits has the arena
+        # a round that waits has the arena; if it cannot be withdrawn, what is left says so, and ``error`` is under way
+        with suppress(Exception):
+            withdraw(self)
         if any(array.is_deleted() for array in self.arrays):
             self.stopped = f"{what} failed and left no arena ({error})"
         if self.cell_store is not None and self.cell_store.is_deleted():

@@ -7,13 +7,14 @@ told of one array instead, the host starts a round of 48 blocks in two thirds of
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from strata_jax.engine.matrix import Matrix
+from strata_jax.kernels.quant_matmul import PlanePart
 
 Part = TypeVar("Part")  # a pytree of matrices and arrays
 
@@ -41,15 +42,15 @@ def join(part: Part) -> Joined[Part]:
 
     Those whose tiles have more rows come first: each then begins with a whole tile row, and nothing is padded.
     """
-    found = [w for w in jax.tree.leaves(part, is_leaf=_whole_leaf) if isinstance(w, Matrix) and w.planes is not None]
-    found.sort(key=lambda w: -_layout(w).tile_rows)
-    first, starts = 0, dict[int, int]()
-    for w in found:
-        starts[id(w)] = first
-        first += _layout(w).num_words
-    words = jnp.asarray(np.concatenate([w.data for w in found])) if found else None
-    parts = _of_matrices(lambda w: replace(w, data=None, first_word=starts[id(w)]) if id(w) in starts else w, part)
-    return Joined(words, parts)
+    leaves = jax.tree.leaves(part, is_leaf=_whole_leaf)
+    found = [(w.planes.layout, w) for w in leaves if isinstance(w, Matrix) and w.planes is not None]
+    found.sort(key=lambda pair: -pair[0].tile_rows)
+    first, without_words = 0, dict[int, Any]()
+    for layout, w in found:
+        without_words[id(w)] = replace(w, data=cast("Any", None), planes=PlanePart(layout, first))
+        first += layout.num_words
+    words = jnp.asarray(np.concatenate([w.data for _, w in found])) if found else None
+    return Joined(words, _of_matrices(lambda w: without_words.get(id(w), w), part))
 
 
 def _of_matrices(change: Any, part: Part) -> Part:
@@ -58,8 +59,3 @@ def _of_matrices(change: Any, part: Part) -> Part:
 
 def _whole_leaf(node: Any) -> bool:
     return isinstance(node, Matrix | Joined)
-
-
-def _layout(w: Matrix) -> Any:
-    assert w.planes is not None
-    return w.planes

@@ -16,7 +16,6 @@ import numpy as np
 
 from strata_jax.engine.matrix import Matrix, linear
 from strata_jax.kernels import backend, stream_mixer
-from strata_jax.kernels.quant_matmul import PlanePart
 from strata_jax.kernels.stream_mixer import MixerPlanes, PendingWrite, mixer_problem
 
 
@@ -98,12 +97,10 @@ def _planes(streams: jax.Array, w: MixerWeights) -> MixerPlanes | None:
     few = num_tokens <= stream_mixer.MAX_WINDOW_TOKENS
     if not few or w.down.planes is None or w.up.planes is None or mixer_problem(num_streams, width):
         return None
-    down, up = PlanePart(w.down.planes, w.down.first_word), PlanePart(w.up.planes, w.up.first_word)
-    if w.inject is None:
-        return MixerPlanes(w.norm, w.down.data, down, up, None)
-    if w.inject.planes is None:
+    inject = None if w.inject is None else w.inject.planes
+    if w.inject is not None and inject is None:
         return None
-    return MixerPlanes(w.norm, w.down.data, down, up, PlanePart(w.inject.planes, w.inject.first_word))
+    return MixerPlanes(w.norm, w.down.data, w.down.planes, w.up.planes, inject)
 
 
 def _read_by_kernels(streams: jax.Array, w: MixerPlanes, pending: PendingWrite | None, eps: float) -> StreamRead:

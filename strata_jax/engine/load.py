@@ -24,6 +24,7 @@ from strata_jax.gguf.layout import OUTPUT, PLE_TABLE, TOKEN_EMBD
 from strata_jax.gguf.source import WeightSource
 from strata_jax.kernels.expert_gemv import ExpertLayout, expert_layout, pack_expert
 from strata_jax.kernels.planes import to_planes
+from strata_jax.kernels.quant_matmul import PlanePart
 from strata_jax.memory.dense_planes import dense_planes
 from strata_jax.memory.expert_kernels import kernel_layers
 from strata_jax.memory.layout import WORD_BYTES, pages_per_expert
@@ -57,7 +58,7 @@ class _Reader:
         if self.kernels and planes is None:
             many_rows = "exact" if decides else "rounded"
         if planes is not None:
-            return Matrix(to_planes(raw, planes), info.type_name, cols, planes)  # type: ignore[arg-type]
+            return Matrix(to_planes(raw, planes), info.type_name, cols, PlanePart(planes))  # type: ignore[arg-type]
         return from_bytes(raw, info.type_name, cols, many_rows)
 
     def array(self, name: str) -> jax.Array:

@@ -20,7 +20,7 @@ import numpy as np
 from strata_jax.kernels import backend
 from strata_jax.kernels.dequant import dequantize
 from strata_jax.kernels.float_matmul import float_matmul
-from strata_jax.kernels.planes import PlaneLayout, decode_plane_rows
+from strata_jax.kernels.planes import decode_plane_rows
 from strata_jax.kernels.quant_matmul import PlanePart, own_words, quant_matmuls
 from strata_jax.memory.layout import MATRIX_TILE_WEIGHTS
 
@@ -35,11 +35,10 @@ class Matrix:
 
     Attributes:
         data: f32/f16/bf16[rows, cols] for the native float types, else u8[rows, row_bytes] of packed blocks, or
-            u32[planes.num_words].
+            u32[n] that has planes.
         type_name: ggml type, e.g. ``"IQ3_S"``.
         cols: number of weights in a row.
-        planes: how ``data`` holds the matrix in planes; None: as stored.
-        first_word: of ``data``, where planes begin; other matrices may be there, too (`engine/joined.py`).
+        planes: what of ``data`` holds the matrix in planes, beside others (`engine/joined.py`); None: as stored.
         many_rows: how a matrix as stored is multiplied: in float32 as everywhere, or, for a GPU, by `float_matmul`, as
             exact as float32 or many rows with operands rounded to bfloat16.
     """
@@ -47,13 +46,12 @@ class Matrix:
     data: jax.Array
     type_name: str = field(metadata={"static": True})
     cols: int = field(metadata={"static": True})
-    planes: PlaneLayout | None = field(default=None, metadata={"static": True})
+    planes: PlanePart | None = field(default=None, metadata={"static": True})
     many_rows: ManyRows = field(default="float32", metadata={"static": True})
-    first_word: int = field(default=0, metadata={"static": True})
 
     @property
     def rows(self) -> int:
-        return self.data.shape[0] if self.planes is None else self.planes.rows
+        return self.data.shape[0] if self.planes is None else self.planes.layout.rows
 
 
 def from_bytes(raw: np.ndarray, type_name: str, cols: int, many_rows: ManyRows = "float32") -> Matrix:
@@ -85,7 +83,7 @@ def linear(x: jax.Array, w: Matrix) -> jax.Array:
 
 
 def _by_kernels(x: jax.Array, matrices: Sequence[Matrix]) -> tuple[jax.Array, ...]:
-    parts = tuple(PlanePart(w.planes, w.first_word) for w in matrices if w.planes is not None)
+    parts = tuple(w.planes for w in matrices if w.planes is not None)
     return _products(x, matrices[0].data, parts=parts, interpret=backend.interprets())
 
 
@@ -123,7 +121,7 @@ def _multiply(x: jax.Array, data: jax.Array, w: Matrix) -> jax.Array:
 def take_rows(w: Matrix, ids: jax.Array) -> jax.Array:
     """Decode only the rows ``ids: i32[T]``: f32[T, cols]."""
     if w.planes is not None:
-        return decode_plane_rows(own_words(w.data, PlanePart(w.planes, w.first_word)), w.planes, ids)
+        return decode_plane_rows(own_words(w.data, w.planes), w.planes.layout, ids)
     return decode_rows(w.data[ids], w.type_name)
 
 

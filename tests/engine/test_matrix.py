@@ -77,18 +77,19 @@ def test_planes_have_the_bytes_of_the_file_and_its_rows(
     types = set()
     for name, w in found.items():
         same = expected[name]
-        num_bytes = w.data.nbytes if w.planes is None else 4 * w.planes.num_words
+        num_bytes = w.data.nbytes if w.planes is None else 4 * w.planes.layout.num_words
         assert (w.rows, w.cols, w.type_name, num_bytes) == (same.rows, same.cols, same.type_name, same.data.nbytes)
         assert same.planes is None
         assert same.many_rows == "float32"
         if name == ".embed":  # rows are looked up there, nothing is multiplied
             assert w.planes is None
             continue
-        assert w.planes == dense_planes(w.type_name, w.rows, w.cols)
+        layout = None if w.planes is None else w.planes.layout
+        assert layout == dense_planes(w.type_name, w.rows, w.cols)
         decides = name.endswith(".router") or ".indexer." in name
-        assert w.many_rows == ("float32" if w.planes is not None else "exact" if decides else "rounded")
-        if w.planes is not None and (w.type_name, w.planes.tile_rows) not in types:
-            types.add((w.type_name, w.planes.tile_rows))
+        assert w.many_rows == ("float32" if layout is not None else "exact" if decides else "rounded")
+        if layout is not None and (w.type_name, layout.tile_rows) not in types:
+            types.add((w.type_name, layout.tile_rows))
             ids = jnp.asarray([w.rows - 1, 0, 2, 2])
             np.testing.assert_array_equal(take_rows(w, ids), take_rows(same, ids))
     assert types >= {("Q5_K", 4), ("Q5_K", 32), ("Q8_0", 32), ("Q8_0", 64), ("Q8_0", 128)}

@@ -19,6 +19,7 @@ from strata_jax.engine.layers import MixerWeights, read_streams, write_and_read,
 from strata_jax.engine.matrix import Matrix, from_bytes
 from strata_jax.kernels.gdn_window import WindowRows
 from strata_jax.kernels.planes import to_planes
+from strata_jax.kernels.quant_matmul import PlanePart
 from strata_jax.memory.dense_planes import dense_planes
 from strata_jax.presets import model_geometry
 from tests.kernels.test_expert_gemv import random_packed
@@ -52,7 +53,7 @@ def make(*, planes: bool) -> Weights:
         assert layout is not None
         packed = random_packed("Q8_0", rows, cols, rng)
         if planes:
-            return Matrix(to_planes(packed, layout), "Q8_0", cols, layout)  # type: ignore[arg-type]
+            return Matrix(to_planes(packed, layout), "Q8_0", cols, PlanePart(layout))  # type: ignore[arg-type]
         return from_bytes(packed, "Q8_0", cols)
 
     def product(rows: int, cols: int) -> Matrix:  # not what is tested here
