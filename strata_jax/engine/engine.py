@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -259,9 +259,6 @@ class Engine:
 
     def stop_if_lost(self, what: str, error: BaseException) -> None:
         """After a failure of ``what``: nothing can run any more if it has taken an array of the arena or the store."""
-        # a round that waits has the arena; if it cannot be withdrawn, what is left says so, and ``error`` is under way
-        with suppress(Exception):
-            withdraw(self)
         if any(array.is_deleted() for array in self.arrays):
             self.stopped = f"{what} failed and left no arena ({error})"
         if self.cell_store is not None and self.cell_store.is_deleted():

@@ -52,15 +52,16 @@ class RoundAhead:
     """A round that is to follow the one that runs, before it is told what to read.
 
     Attributes:
-        session: whose round it is. num_rows, how, num_drafts: as of `start_round`.
-        started: its results; None where programs cannot wait (on a CPU): it is started when it is told.
+        session: whose round it is; its state is already the one that this round leaves, the one before where it is told
+            to read nothing. num_rows, how, num_drafts: as of `start_round`.
+        found: what it finds; None where programs cannot wait (on a CPU): it is started when it is told.
     """
 
     session: Session
     num_rows: int
     how: SamplingArrays
     num_drafts: int
-    started: StartedRound | None
+    found: Round | None
 
     def fits(self, session: Session, num_rows: int, how: SamplingArrays, num_drafts: int) -> bool:
         """Whether it is this round."""
@@ -112,7 +113,7 @@ def start_round(engine: Engine, state: State, num_rows: int, how: SamplingArrays
 
 def next_round(
     session: Session, words: np.ndarray, num_rows: int, how: SamplingArrays, num_drafts: int
-) -> tuple[StartedRound, bool]:
+) -> tuple[Round, bool]:
     """Tell the session's next round its words, and start it if it has not been; says whether it had waited."""
     engine, ahead = session.engine, session.engine.ahead
     if ahead is None or not ahead.fits(session, num_rows, how, num_drafts):
@@ -120,29 +121,36 @@ def next_round(
         ahead = None
     engine.ahead = None
     engine.mailbox.tell(words)
-    if ahead is not None and ahead.started is not None:
-        return ahead.started, True
-    return start_round(engine, session.state, num_rows, how, num_drafts), False
+    if ahead is not None and ahead.found is not None:
+        return ahead.found, True
+    return _go_on(session, num_rows, how, num_drafts), False
 
 
 def start_ahead(session: Session, num_rows: int, how: SamplingArrays, num_drafts: int) -> None:
     """Start the round after the one that was started last, for it is sure to follow."""
-    engine, started = session.engine, None
-    if not backend.interprets():
-        started = start_round(engine, session.state, num_rows, how, num_drafts)
-    engine.ahead = RoundAhead(session, num_rows, how, num_drafts, started)
+    found = None if backend.interprets() else _go_on(session, num_rows, how, num_drafts)
+    session.engine.ahead = RoundAhead(session, num_rows, how, num_drafts, found)
+
+
+def _go_on(session: Session, num_rows: int, how: SamplingArrays, num_drafts: int) -> Round:
+    """Start the session's next round, and go on from what it leaves."""
+    engine = session.engine
+    started = start_round(engine, session.state, num_rows, how, num_drafts)
+    engine.arena, session.state = started.arena, started.state
+    engine.after_turns(started.kept)
+    return started.found
 
 
 def withdraw(engine: Engine) -> None:
     """Before anything but the round that was started ahead: it is told to read nothing, and leaves all as it was.
 
-    Returns when it is done: what is written by other means than JAX's programs (`host_copies`) counts on that.
+    Without this, what follows would be right, too, but wait until that round gives up. Returns when it is done: what is
+    written by other means than JAX's programs (`host_copies`) counts on that.
     """
     ahead, engine.ahead = engine.ahead, None
-    if ahead is not None and ahead.started is not None:
+    if ahead is not None and ahead.found is not None:
         engine.mailbox.tell(np.zeros(window_form(engine, ahead.num_rows).num_words, np.int32))
-        ahead.session.take(ahead.started)
-        jax.block_until_ready(ahead.started.found.report)
+        jax.block_until_ready(ahead.found.report)
 
 
 def window_form(engine: Engine, num_rows: int) -> WindowForm:

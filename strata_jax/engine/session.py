@@ -15,7 +15,7 @@ from strata_jax.engine.attention import IndexState
 from strata_jax.engine.chunk import read_chunk, window_rows
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.round_words import Lookups, Report, read_report, window_words
-from strata_jax.engine.rounds import StartedRound, next_round, start_ahead, start_drafts, withdraw
+from strata_jax.engine.rounds import next_round, start_ahead, start_drafts, withdraw
 from strata_jax.engine.sampler import SamplingArrays, sampling_arrays
 from strata_jax.engine.staging import Stage, staged_prompt, stages
 from strata_jax.errors import ConfigError, DoesNotFit
@@ -218,11 +218,6 @@ class Session:
         engine, end = self.engine, min(start + num_rows, self.engine.plan.context_cells)
         return engine.cell_store is None and start < end <= engine.known.mapped_cells
 
-    def take(self, started: StartedRound) -> None:
-        """Go on from a round that has been started."""
-        self.engine.arena, self.state = started.arena, started.state
-        self.engine.after_turns(started.kept)
-
     def _require_cells(self, end: int) -> None:
         """What a program would write to cells without a page would be lost.
 
@@ -353,9 +348,7 @@ class Session:
         with self._moving_on("a round"):
             report = Report((), [], Lookups())
             while not report.emitted:
-                this, waited = next_round(self, words, size, how, num_drafts)
-                self.take(this)
-                out = this.found
+                out, waited = next_round(self, words, size, how, num_drafts)
                 if self.count_uses:
                     out.uses.copy_to_host_async()
                 elif following:

@@ -16,6 +16,7 @@ import pytest
 
 from strata_jax.engine import rounds
 from strata_jax.engine import session as session_module
+from strata_jax.engine.conversations import ConversationSettings, ConversationStore
 from strata_jax.engine.engine import Engine
 from strata_jax.engine.moves import Mover
 from strata_jax.engine.replacement import start_values
@@ -52,8 +53,8 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         start_ahead(session, *how)
         ahead = session.engine.ahead
         assert ahead is not None
-        assert ahead.started is not None
-        jax.block_until_ready(ahead.started.found)  # it has looked for its words before they are there
+        assert ahead.found is not None
+        jax.block_until_ready(ahead.found)  # it has looked for its words before they are there
 
     monkeypatch.setattr(session_module, "start_ahead", started)
     monkeypatch.setattr(rounds, "backend", SimpleNamespace(interprets=lambda: False))
@@ -203,6 +204,29 @@ def test_what_is_captured_between_rounds_is_the_state_before_the_one_that_waits(
         restore(session, image)
         rest = session.decode(session.prefill([some[count]]), max_tokens=len(some) - count - 1)
         assert [t for record in rest for t in record.emitted] == some[count + 1 :]
+
+
+def test_a_conversation_whose_next_round_waits_is_live_and_is_parked(
+    engines: Callable[[int], Engine], ahead: list[int]
+) -> None:
+    engine = engines(1)
+    store = ConversationStore(engine, ConversationSettings(budget_bytes=2**30, min_free_bytes=0))
+    start = store.start(PROMPT, "first")
+    decoding = start.session.decode(store.read(start), max_tokens=NEW)
+    some = [next(decoding).emitted[0] for _ in range(4)]
+    assert engine.ahead is not None
+    live = store.live
+    assert live is not None
+    assert live.session is start.session
+    store.read(store.start(list(range(100, 130)), "second"))  # the first request has not been ended
+    assert engine.ahead is None
+    assert [c.name for c in store.parked] == ["first"]
+    again = store.start([*PROMPT, *some], "first")
+    assert again.reused_tokens == len(PROMPT) + 3
+    rest = again.session.decode(store.read(again), max_tokens=NEW - 4)
+    found = [*some, *(t for record in rest for t in record.emitted)]
+    session = fresh_session(engine)
+    assert found == [t for record in session.decode(session.prefill(PROMPT), max_tokens=NEW) for t in record.emitted]
 
 
 def test_a_request_that_ends_early_leaves_no_round_behind(engines: Callable[[int], Engine], ahead: list[int]) -> None:
