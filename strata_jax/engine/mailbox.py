@@ -33,7 +33,7 @@ class Mailbox:
     begun: int = 0
     _turn: jax.Array | None = None
     _boxes: dict[int, tuple[jax.Array, np.ndarray]] = field(default_factory=dict)
-    _results: dict[int, Any] = field(default_factory=dict)
+    _started: dict[int, tuple[int, Any]] = field(default_factory=dict)  # by number: its words, and a result
 
     @property
     def turn(self) -> jax.Array:
@@ -52,7 +52,7 @@ class Mailbox:
 
     def tell(self, words: np.ndarray) -> None:
         """Tell a round its words i32[n]: the one that was started before it was told, or the next one to be."""
-        jax.block_until_ready(self._results.pop(self.told, None))
+        jax.block_until_ready(self._started.pop(self.told, None))
         self.box(len(words))
         memory = self._boxes[len(words)][1]
         memory[1:] = words
@@ -60,8 +60,15 @@ class Mailbox:
             self.told = min(self.told, self.begun) + 1
         memory[0] = self.told
 
-    def started(self, turn: jax.Array, result: Any) -> None:
-        """Note that the programs of a round have been started: the number after its own, and a result that is there
-        once its words have been read."""
+    def started(self, turn: jax.Array, num_words: int, result: Any) -> None:
+        """Note that the programs of a round of so many words have been started: the number after its own, and a result
+        that is there once it is done."""
         self.begun += 1
-        self._turn, self._results[self.begun] = turn, result
+        self._turn, self._started[self.begun] = turn, (num_words, result)
+
+    def withdraw(self) -> None:
+        """Tell rounds that were started, but not told what to read, to read nothing; returns when they are done."""
+        while self.told < self.begun:
+            num_words, result = self._started[self.told + 1]
+            self.tell(np.zeros(num_words, np.int32))
+            jax.block_until_ready(result)

@@ -106,7 +106,7 @@ def start_round(engine: Engine, state: State, num_rows: int, how: SamplingArrays
         form, num_drafts, weights.without_blocks(), engine.banks[g.num_layers :], tables, arena, segments,
         replace(state, blocks=tuple(states)), streams, words, tuple(parts), mailbox.turn, how, kept,
     )  # fmt: skip
-    mailbox.started(turn, out.report)
+    mailbox.started(turn, form.num_words, out.report)
     state = replace(state, blocks=with_keys(state.blocks, tuple(written)))
     return StartedRound(arena, state, out, kept)
 
@@ -147,10 +147,8 @@ def withdraw(engine: Engine) -> None:
     Without this, what follows would be right, too, but wait until that round gives up. Returns when it is done: what is
     written by other means than JAX's programs (`host_copies`) counts on that.
     """
-    ahead, engine.ahead = engine.ahead, None
-    if ahead is not None and ahead.found is not None:
-        engine.mailbox.tell(np.zeros(window_form(engine, ahead.num_rows).num_words, np.int32))
-        jax.block_until_ready(ahead.found.report)
+    engine.ahead = None
+    engine.mailbox.withdraw()
 
 
 def window_form(engine: Engine, num_rows: int) -> WindowForm:

@@ -31,7 +31,7 @@ class Result:
 def start(mailbox: Mailbox) -> Result:
     """A round that counts on, as rounds do."""
     result = Result(mailbox)
-    mailbox.started(mailbox.turn + 1, result)
+    mailbox.started(mailbox.turn + 1, result.num_words, result)
     return result
 
 
@@ -117,3 +117,16 @@ def test_a_round_that_could_not_be_started_is_told_again() -> None:
     mailbox.tell(WORDS + 1)
     np.testing.assert_array_equal(look(mailbox.box(len(WORDS)), mailbox.turn), WORDS + 1)
     assert mailbox.turn.dtype == jnp.int32
+
+
+def test_rounds_that_nobody_has_told_anything_are_told_nothing_and_waited_for() -> None:
+    mailbox = Mailbox()
+    mailbox.tell(WORDS)
+    first, waiting = start(mailbox), [start(mailbox), start(mailbox)]
+    mailbox.withdraw()
+    assert mailbox.told == mailbox.begun == 3
+    assert first.seen == [WORDS.tolist()]
+    assert all(round.seen and not np.any(round.seen) for round in waiting)
+    mailbox.withdraw()
+    mailbox.tell(WORDS + 2)
+    np.testing.assert_array_equal(look(mailbox.box(len(WORDS)), mailbox.turn), WORDS + 2)

@@ -589,7 +589,13 @@ def array_sized_copies(text: str, arrays: tuple[jax.Array, ...]) -> list[str]:
 
 
 def test_no_program_copies_an_array_of_the_arena(pieces: Engine, whole: Engine, expected: Outputs) -> None:
-    run(pieces, Turbulence(pieces, Mover(pieces)))
+    mover = Mover(pieces)
+    run(pieces, Turbulence(pieces, mover))
+    mover.trim_cells(START_CELLS)
+    in_core = pieces.residency.residents(range(CORE_SLOTS))
+    mover.move_experts([(in_core[0].slot, CORE_SLOTS)])  # into a segment
+    scatter(mover)
+    mover.trim_cells(8 * 12)
     for engine in (pieces, whole):
         names = {key[0] for key in engine.programs.compiled}
         assert {"gdn", "attention", "draft", "first_window", "decode", "decode end", "fill"} <= names

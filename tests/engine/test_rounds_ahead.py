@@ -18,6 +18,7 @@ from strata_jax.engine import rounds
 from strata_jax.engine import session as session_module
 from strata_jax.engine.conversations import ConversationSettings, ConversationStore
 from strata_jax.engine.engine import Engine
+from strata_jax.engine.mailbox import Mailbox
 from strata_jax.engine.moves import Mover
 from strata_jax.engine.replacement import start_values
 from strata_jax.engine.session import Session, fresh_session
@@ -187,6 +188,29 @@ def test_a_round_that_is_broken_off_while_the_next_one_waits_leaves_the_engine_r
     assert [record.emitted for record in session.decode(logits, max_tokens=12)] == expected
 
 
+def test_a_round_ahead_that_nobody_knows_of_is_withdrawn_all_the_same(
+    engines: Callable[[int], Engine], ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host may be interrupted when the programs have been started, and before it notes that."""
+    engine = engines(1)
+    session = fresh_session(engine)
+    logits = session.prefill(PROMPT)
+    image = capture(session)
+    expected = [record.emitted for record in session.decode(logits, max_tokens=12)]
+    restore(session, image)
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rounds, "RoundAhead", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(session.decode(logits, max_tokens=12))
+    assert engine.mailbox.told == engine.mailbox.begun
+    restore(session, image)
+    assert [record.emitted for record in session.decode(logits, max_tokens=12)] == expected
+
+
 def test_what_is_captured_between_rounds_is_the_state_before_the_one_that_waits(
     engines: Callable[[int], Engine], ahead: list[int]
 ) -> None:
@@ -291,8 +315,15 @@ def test_a_round_that_keeps_no_token_though_it_was_told_is_an_error(
 ) -> None:
     engine = engines(1)
     session = fresh_session(engine)
-    decoding = session.decode(session.prefill(PROMPT), max_tokens=12)
+    logits = session.prefill(PROMPT)
+    decoding = session.decode(logits, max_tokens=12)
     next(decoding)
-    monkeypatch.setattr(type(engine.mailbox), "tell", lambda self, words: None)
-    with pytest.raises(RuntimeError, match="told what to read has kept no token"):
-        next(decoding)
+
+    def untold(self: Mailbox, words: np.ndarray) -> None:
+        self.told += 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Mailbox, "tell", untold)
+        with pytest.raises(RuntimeError, match="told what to read has kept no token"):
+            next(decoding)
+    list(fresh_session(engine).decode(logits, max_tokens=4))  # those that follow are told
