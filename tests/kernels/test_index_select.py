@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from strata_jax.kernels.index_select import Blocks, best_blocks, index_scores
+from strata_jax.kernels.index_select.triton import part_blocks
 from tests.kernels.lowering import lower_for_cuda
 from tests.kernels.place import INTERPRET
 
@@ -58,14 +62,28 @@ def chosen(scores: np.ndarray, seen: np.ndarray, kept: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "interpreted"])
-def test_the_choice_is_exact_and_ascending(kernel: bool) -> None:
+@pytest.mark.parametrize("split_tokens", [None, 0, 12], ids=["reference", "interpreted", "in parts"])
+def test_the_choice_is_exact_and_ascending(split_tokens: int | None) -> None:
     scores, seen = rows()
-    options = {"backend": "triton", "blocks": SMALL, "interpret": INTERPRET} if kernel else {"backend": "reference"}
+    options: dict[str, Any] = {"backend": "reference"}
+    if split_tokens is not None:
+        options = {"backend": "triton", "blocks": replace(SMALL, split_tokens=split_tokens), "interpret": INTERPRET}
     found = best_blocks(jnp.asarray(scores), jnp.asarray(seen), KEPT, **options)
     np.testing.assert_array_equal(found, chosen(scores, seen, KEPT))
     narrow = best_blocks(jnp.asarray(scores[:3, :5]), jnp.asarray([5, 4, 0], jnp.int32), KEPT, **options)
     np.testing.assert_array_equal(narrow, chosen(scores[:3, :5], np.array([5, 4, 0]), KEPT))
+
+
+@pytest.mark.parametrize("levels", [2, 7, 10_000])
+def test_parts_choose_what_the_whole_does(levels: int) -> None:
+    """Seven parts of 64, with many blocks of equal scores on both sides of their borders."""
+    num_blocks, kept = 400, 5
+    assert part_blocks(num_blocks, kept) == 64
+    seen = np.array([0, 1, 5, 6, 63, 64, 65, 69, 70, 128, 133, 399, 400], np.int32)
+    scores = np.random.default_rng(levels).integers(levels, size=(len(seen), num_blocks)).astype(np.float32)
+    options = {"blocks": replace(SMALL, split_tokens=len(seen)), "backend": "triton", "interpret": INTERPRET}
+    found = best_blocks(jnp.asarray(scores), jnp.asarray(seen), kept, **options)
+    np.testing.assert_array_equal(found, chosen(scores, seen, kept))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 2048])
@@ -78,7 +96,7 @@ def test_the_models_sizes_lower_for_a_gpu(tokens: int) -> None:
     text = lower_for_cuda(
         both, shape((tokens, 4, 128), jnp.float32), shape((blocks, 128), jnp.float32), shape((tokens,), jnp.int32)
     )
-    assert text.count("__gpu$xla.gpu.triton") == 2
+    assert text.count("__gpu$xla.gpu.triton") == (3 if tokens <= 8 else 2)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

@@ -27,9 +27,10 @@ def prepare(
     groups, ratio = shape.num_kv_heads, shape.ratio
     position = start + jnp.arange(num_tokens)
 
-    q = norm_and_turn(projected.query_gate.reshape(num_tokens, -1, 2 * head)[..., :head], norms.q, position, shape)
-    index_q = norm_and_turn(projected.index_q.reshape(num_tokens, -1, index_head), norms.index_q, position, shape)
-    k = norm_and_turn(projected.k.reshape(num_tokens, groups, head), norms.k, position, shape)
+    turn, eps = turns(position, shape), shape.eps
+    q = norm_and_turn(projected.query_gate.reshape(num_tokens, -1, 2 * head)[..., :head], norms.q, turn, eps)
+    index_q = norm_and_turn(projected.index_q.reshape(num_tokens, -1, index_head), norms.index_q, turn, eps)
+    k = norm_and_turn(projected.k.reshape(num_tokens, groups, head), norms.k, turn, eps)
     k_words, v_words = encode_k(k, shape.kv_type), encode_v(projected.v.reshape(k.shape), shape.kv_type)
     group = jnp.minimum(position // shape.cells_per_page, pages.shape[0] - 1)
     in_page, page = position - group * shape.cells_per_page, pages[group]
@@ -45,24 +46,24 @@ def prepare(
     first_row = block * ratio - start + ratio - 1
     mean = jnp.mean(raw[first_row[:, None] + jnp.arange(ratio)], axis=1)
     place = jnp.where((block + 1) * ratio <= start + count, block, keys.shape[0])
-    new = norm_and_turn(mean[:, None], norms.index_k, block * ratio, shape)[:, 0]
+    new = norm_and_turn(mean[:, None], norms.index_k, turns(block * ratio, shape), eps)[:, 0]
     keys = keys.at[place].set(new, mode="drop")
     q = q.reshape(num_tokens, groups, -1, head) / head**0.5
     seen = jnp.minimum((position + 1) // ratio, keys.shape[0])
     return AttentionInputs(arena, keys, q, index_q / index_head**0.5, raw, position, seen)
 
 
-def norm_and_turn(x: jax.Array, gamma: jax.Array, position: jax.Array, shape: CellShape) -> jax.Array:
-    """Norm heads ``x: f32[T, n, d]`` and rotate their first values in pairs (i, i + rope_dim / 2)."""
-    x = gamma * x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + shape.eps)
-    half = shape.rope_dim // 2
-    angle = position[:, None, None].astype(jnp.float32) * frequencies(shape)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+def norm_and_turn(x: jax.Array, gamma: jax.Array, turn: jax.Array, eps: float) -> jax.Array:
+    """Norm heads ``x: f32[T, n, d]`` and rotate their first values in pairs (i, i + rope_dim / 2) by `turns`."""
+    x = gamma * x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    half, cos, sin = turn.shape[-1], turn[:, None, 0], turn[:, None, 1]
     a, b = x[..., :half], x[..., half : 2 * half]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], axis=-1)
 
 
-def frequencies(shape: CellShape) -> jax.Array:
-    """The angle of each rotated pair at position 1: f32[rope_dim / 2]."""
+def turns(position: jax.Array, shape: CellShape) -> jax.Array:
+    """Cosine and sine of each rotated pair at positions i32[T]: f32[T, 2, rope_dim / 2]."""
     half = shape.rope_dim // 2
-    return jnp.asarray(shape.rope_base ** (-np.arange(half, dtype=np.float64) / half), jnp.float32)
+    frequency = jnp.asarray(shape.rope_base ** (-np.arange(half, dtype=np.float64) / half), jnp.float32)
+    angle = position[:, None].astype(jnp.float32) * frequency
+    return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=1)

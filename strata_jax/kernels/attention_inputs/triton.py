@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 
 from strata_jax.kernels.attention_inputs.operands import AttentionInputs, CellShape, Norms, Projections
 from strata_jax.kernels.attention_inputs.packing import pack, values_at
-from strata_jax.kernels.attention_inputs.reference import frequencies, norm_and_turn
+from strata_jax.kernels.attention_inputs.reference import norm_and_turn, turns
 from strata_jax.kernels.kv_codec import encode_k, encode_v
 from strata_jax.kernels.launch import launch
 from strata_jax.kv_types import cell_bytes, sides
@@ -55,7 +55,7 @@ class _Kernel:
         k_norm_ref: Ref,  # f32[d]
         index_q_norm_ref: Ref,  # f32[e]
         index_k_norm_ref: Ref,  # f32[e]
-        frequency_ref: Ref,  # f32[rope_dim / 2]
+        turns_ref: Ref,  # f32[T + T / r + 1, 2, rope_dim / 2], of the tokens, then of the blocks
         tail_ref: Ref,  # f32[r - 1, e]
         pages_ref: Ref,  # i32[N]
         start_ref: Ref,  # i32[1]
@@ -73,20 +73,20 @@ class _Kernel:
         start, count, ratio = start_ref[0], count_ref[0], self.shape.ratio
         per_group = self.num_heads // self.shape.num_kv_heads
 
-        def turned(x: Values, norm_ref: Ref, position: jax.Array, size: int) -> jax.Array:
+        def turned(x: Values, norm_ref: Ref, row: jax.Array, size: int) -> jax.Array:
             index = jnp.arange(size)
             norm = _root(jnp.sum(_squares(x(index))), size, self.shape.eps)
-            return _turn(x, norm_ref, norm, position, frequency_ref, index)
+            return _turn(x, norm_ref, norm, turns_ref, row, index)
 
         def query(i: jax.Array) -> None:
             token, head = _div_rem(i, self.num_heads)
-            value = turned(lambda at: query_gate_ref[token, head, at], q_norm_ref, start + token, self.head)
+            value = turned(lambda at: query_gate_ref[token, head, at], q_norm_ref, token, self.head)
             group, member = _div_rem(head, per_group)
             q_ref[token, group, member, pl.ds(0, self.head)] = value / self.head**0.5
 
         def index_query(i: jax.Array) -> None:
             token, head = _div_rem(i, self.index_heads)
-            value = turned(lambda at: index_q_ref[token, head, at], index_q_norm_ref, start + token, self.index_head)
+            value = turned(lambda at: index_q_ref[token, head, at], index_q_norm_ref, token, self.index_head)
             new_index_q_ref[token, head, pl.ds(0, self.index_head)] = value / self.index_head**0.5
 
         def side(which: int, token: jax.Array) -> None:
@@ -115,7 +115,7 @@ class _Kernel:
                 total = sum((jnp.sum(_squares(x).reshape(groups, -1), axis=1) for x in values), jnp.zeros(groups))
                 norm = _root(total, size, self.shape.eps).reshape(-1, *[1] * (values[0].ndim - 1))
                 values = [
-                    _turn(partial(_of_head, ref, token, head, size), k_norm_ref, norm, position, frequency_ref, at)
+                    _turn(partial(_of_head, ref, token, head, size), k_norm_ref, norm, turns_ref, token, at)
                     for head, at in tiles
                 ]
             for at, words in pack(fmt, values):
@@ -138,7 +138,7 @@ class _Kernel:
                 value = plt.load(tail_ref.at[row, wide], mask=jnp.broadcast_to(before, wide.shape), other=value)
                 return jnp.sum(value, axis=0) / ratio
 
-            value = turned(mean, index_k_norm_ref, block * ratio, size)
+            value = turned(mean, index_k_norm_ref, self.num_tokens + i, size)
             complete = ((block + 1) * ratio <= start + count) & (block < keys_ref.shape[0])
             at = jnp.arange(size)
             plt.store(keys_ref.at[jnp.where(complete, block, 0), at], value, mask=jnp.full(at.shape, complete))
@@ -185,9 +185,13 @@ def prepare(
     num_tokens, head, index_head = projected.k.shape[0], norms.q.shape[0], norms.index_q.shape[0]
     groups, (k_format, v_format) = shape.num_kv_heads, sides(shape.kv_type)
     k, v = projected.k, projected.v
+    # angles are large, so that cosines take long code: once for each place, and by XLA once for all layers of a program
+    first_block = jax.lax.div(start, jnp.int32(shape.ratio))
+    blocks = (first_block + jnp.arange(num_tokens // shape.ratio + 1)) * shape.ratio
+    turn = turns(jnp.concatenate([start + jnp.arange(num_tokens), blocks]), shape)
     if k_format == ROTATED:
         heads = k.reshape(num_tokens, groups, head)
-        k = encode_k(norm_and_turn(heads, norms.k, start + jnp.arange(num_tokens), shape), shape.kv_type)
+        k = encode_k(norm_and_turn(heads, norms.k, turn[:num_tokens], shape.eps), shape.kv_type)
     if v_format == ROTATED:
         v = encode_v(v.reshape(num_tokens, groups, head), shape.kv_type)
     query_gate = projected.query_gate.reshape(num_tokens, -1, 2 * head)
@@ -205,7 +209,7 @@ def prepare(
     return AttentionInputs(
         *call(
             query_gate, k, v, index_q, projected.index_k, norms.q, norms.k, norms.index_q, norms.index_k,
-            frequencies(shape), tail, pages, start.reshape(1), count.reshape(1), arena, keys,
+            turn, tail, pages, start.reshape(1), count.reshape(1), arena, keys,
         )
     )  # fmt: skip
 
@@ -227,14 +231,12 @@ def _of_head(ref: Ref, token: jax.Array, head: jax.Array, size: int, at: jax.Arr
     return ref[token, head * size + at]
 
 
-def _turn(
-    x: Values, norm_ref: Ref, norm: jax.Array, position: jax.Array, frequency_ref: Ref, index: jax.Array
-) -> jax.Array:
+def _turn(x: Values, norm_ref: Ref, norm: jax.Array, turns_ref: Ref, row: jax.Array, index: jax.Array) -> jax.Array:
     """The values ``index`` of a head, normed and rotated; each one's partner is read again."""
-    half = frequency_ref.shape[0]
+    half = turns_ref.shape[2]
     low, inside = index < half, index < 2 * half
     partner = jnp.where(low, index + half, jnp.where(inside, index - half, index))
-    angle = position.astype(jnp.float32) * frequency_ref[jnp.where(low, index, jnp.where(inside, index - half, 0))]
-    cos, sin = jnp.where(inside, jnp.cos(angle), 1.0), jnp.where(inside, jnp.sin(angle), 0.0)
+    pair = jnp.where(low, index, jnp.where(inside, index - half, 0))
+    cos, sin = jnp.where(inside, turns_ref[row, 0, pair], 1.0), jnp.where(inside, turns_ref[row, 1, pair], 0.0)
     value, other = (norm_ref[at] * x(at) / norm for at in (index, partner))
     return value * cos + other * jnp.where(low, -sin, sin)
