@@ -7,7 +7,9 @@ one call's share of a program that makes one for each of several layers with cel
 time to read their bytes at the rate of a device copy in this process. "attention" is all that lies between the
 projections and the output's product.
 
-    python bench/kernels_attention.py [window|chunk|sizes ...]
+"index" has the kernels' own times by trace, which leave out what a call costs.
+
+    python bench/kernels_attention.py [window|chunk|sizes|index ...]
 
 It writes JSON rows to $OUT/kernels_attention.jsonl as they come; the last lines are a table.
 """
@@ -27,8 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 from h200_measure import spread, times_of
 from kernel_rows import Rows
+from traces import trace_numbers, traced
 
 from strata_jax.kernels.attention_inputs import CellShape, Norms, Projections, attention_inputs
+from strata_jax.kernels.index_select import Blocks as IndexBlocks
 from strata_jax.kernels.index_select import best_blocks, index_scores
 from strata_jax.kernels.sparse_attention import Blocks, sparse_attention
 from strata_jax.kv_types import cell_bytes
@@ -42,6 +46,13 @@ WINDOWS, CHUNKS = ((1, 2, 4, 8), (512, 2048, 8192)) if ON_GPU else ((2,), (64,))
 CONTEXTS = (2048, 32_768, 131_072) if ON_GPU else (512,)
 WINDOW_SIZES = [Blocks(32, piece, parts, warps) for piece in (32, 64, 128) for parts, warps in ((2, 4), (2, 8), (3, 8))]
 CHUNK_SIZES = [Blocks(cells, 0, parts, warps) for parts in (1, 2) for cells, warps in ((32, 4), (64, 4), (64, 8))]
+INDEX_SIZES = [
+    IndexBlocks(), IndexBlocks(split_tokens=0), *(IndexBlocks(choose_warp_blocks=n) for n in (128, 512, 1024)),
+    *(IndexBlocks(score_blocks=n) for n in (32, 128)), *(IndexBlocks(score_programs=n) for n in (132, 528)),
+    IndexBlocks(score_blocks=32, score_programs=528), IndexBlocks(score_warps=8),
+]  # fmt: skip
+CALLS = 10  # of a traced program
+INDEX_CASES = ((1, 2800), (1, 32_768), (1, 131_072), (4, 131_072)) if ON_GPU else ((2, 512),)
 SIDES = cell_bytes(KV_TYPE, G.num_kv_heads, G.head_dim)
 PAGE_CELLS = PAGE_BYTES // sum(SIDES) // RATIO * RATIO
 KEPT = G.index_top_k // RATIO
@@ -49,8 +60,8 @@ BACKEND = "triton" if ON_GPU else "reference"
 ROWS = Rows("kernels_attention")
 # jitted: calls of one shape are lowered and compiled once in the programs that make many of them
 INPUTS = jax.jit(attention_inputs, static_argnames=("shape", "backend"))
-SCORES = jax.jit(index_scores, static_argnames="backend")
-CHOICE = jax.jit(best_blocks, static_argnames=("num_kept", "backend"))
+SCORES = jax.jit(index_scores, static_argnames=("backend", "blocks"))
+CHOICE = jax.jit(best_blocks, static_argnames=("num_kept", "backend", "blocks"))
 ATTEND = jax.jit(sparse_attention, static_argnames=("ratio", "kv_type", "cells_per_page", "backend", "sizes"))
 
 
@@ -204,5 +215,32 @@ def section_sizes(copy_gb_s: float) -> None:
             layers.time(f"{sizes}", call, *args, num_bytes=num_bytes, copy_gb_s=copy_gb_s)
 
 
+def section_index(copy_gb_s: float) -> None:
+    """Other sizes for the kernels that score and choose."""
+    for tokens, context in INDEX_CASES:
+        layers = Layers(tokens, context)
+        made = layers.inputs(layers.arena, layers.keys[0], layers.pages[0], BACKEND)
+        for sizes in INDEX_SIZES:
+
+            def all_layers(q: jax.Array, keys: Any, seen: jax.Array, sizes: IndexBlocks = sizes) -> Any:
+                how: Any = {"backend": BACKEND, "blocks": sizes}
+                scores = [SCORES(q, k, seen, **how) for k in keys]
+                return [CHOICE(s, seen, num_kept=KEPT, **how) for s in scores]
+
+            program, args = jax.jit(all_layers), (made.index_q, layers.keys, made.seen)
+            jax.block_until_ready(program(*args))
+            found = trace_numbers(traced(lambda p=program, a=args: [p(*a) for _ in range(CALLS)]), CALLS)
+            us = dict.fromkeys(("_score_kernel", "_choose_kernel"), 0.0)
+            for kernel in found["longest"]:
+                for name in us:
+                    us[name] += kernel["name"].startswith(name) * 1e3 * kernel["ms_a_call"] / LAYERS
+            bytes_us = context // RATIO * G.index_dim * 4 / copy_gb_s / 1e3
+            ROWS.record(
+                op="index", tokens=tokens, context=context, scores_us=us["_score_kernel"],
+                choice_us=us["_choose_kernel"], scores_bytes_us=bytes_us, sizes=f"{sizes}",
+            )  # fmt: skip
+
+
 if __name__ == "__main__":
-    ROWS.run({"window": section_window, "chunk": section_chunk, "sizes": section_sizes})
+    sections = {"window": section_window, "chunk": section_chunk, "sizes": section_sizes, "index": section_index}
+    ROWS.run(sections)
