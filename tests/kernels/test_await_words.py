@@ -84,5 +84,5 @@ def test_a_program_on_a_gpu_waits_for_what_the_host_writes() -> None:
         assert waits_s == 0.0 or not found.is_ready()
         mailbox.tell(words)
         np.testing.assert_array_equal(found, words)
-        mailbox.started(mailbox.turn + 1, found)
+        mailbox.started(mailbox.turn + 1, len(words), found)
         words = words + 1
