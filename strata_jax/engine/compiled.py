@@ -93,14 +93,6 @@ class CompiledPrograms:
         return out
 
     @contextmanager
-    def rounds(self) -> Iterator[None]:
-        """Within the context rounds follow each other; what the last one has left is given back when it ends."""
-        try:
-            yield
-        finally:
-            self.places.clear()
-
-    @contextmanager
     def shapes_only(self) -> Iterator[None]:
         """Within the context programs are not run: arguments may be shapes, results are.
 

@@ -60,7 +60,8 @@ class Engine:
         values: what experts are worth, where rounds keep residency up; None: they do not.
         behind: rounds have changed residents on the device since the host read them.
         staging: what copies experts ahead of prompt chunks; None: nothing does.
-        mailbox: what rounds are told. ahead: the round that is to follow the one that runs, if it has been started.
+        mailbox: what rounds are told. ahead: the round that is sure to follow the one that runs.
+        in_rounds: whose rounds these are, an object for each of `rounds`.
     """
 
     file: WeightSource
@@ -83,6 +84,7 @@ class Engine:
     staging: Staging | None = None
     mailbox: Mailbox = field(default_factory=Mailbox)
     ahead: RoundAhead | None = None
+    in_rounds: object = None
 
     @classmethod
     def load(
@@ -271,12 +273,17 @@ class Engine:
 
     @contextmanager
     def rounds(self) -> Iterator[None]:
-        """Within the context rounds follow each other."""
-        with self.programs.rounds():
-            try:
-                yield
-            finally:
+        """Within the context rounds follow each other; what the last one has left is given back when it ends.
+
+        Where others have begun since, such as after a generator that was left and is collected later, that is theirs.
+        """
+        mine = self.in_rounds = object()
+        try:
+            yield
+        finally:
+            if self.in_rounds is mine:
                 withdraw(self)
+                self.programs.places.clear()
 
     def empty_state(self) -> State:
         """The state before the first token."""

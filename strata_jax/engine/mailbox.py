@@ -58,7 +58,7 @@ class Mailbox:
         memory[1:] = words
         with threading.Lock():  # for the device, too, the words are there before their number is
             self.told = min(self.told, self.begun) + 1
-        memory[0] = self.told
+        memory[:1] = np.array(self.told).astype(np.int32)  # which begins again where the device's does
 
     def started(self, turn: jax.Array, num_words: int, result: Any) -> None:
         """Note that the programs of a round of so many words have been started: the number after its own, and a result

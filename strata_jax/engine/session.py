@@ -335,8 +335,8 @@ class Session:
         the next round writes.
 
         Args:
-            following: tokens of the window that is sure to follow, whose round may be started ahead; the logits are
-                lost then.
+            following: tokens of the window that is sure to follow: its round may be started ahead, and then writes over
+                the logits.
         """
         self._check_mine()
         engine, started, start = self.engine, self.engine.programs.clock_s(), len(self.tokens)

@@ -89,6 +89,15 @@ def test_boxes_of_other_sizes_have_other_places_and_count_on() -> None:
     assert [int(np.asarray(mailbox.box(size))[0]) for size in sizes] == [1, 4, 3]
 
 
+def test_numbers_begin_again_where_the_devices_do() -> None:
+    mailbox = Mailbox(told=2**31 - 2, begun=2**31 - 2, _turn=jnp.full(1, 2**31 - 1, jnp.int32))
+    for added in range(3):
+        mailbox.tell(WORDS + added)
+        np.testing.assert_array_equal(look(mailbox.box(len(WORDS)), mailbox.turn), WORDS + added)
+        start(mailbox)
+    assert int(mailbox.turn[0]) == 2 - 2**31
+
+
 def test_a_round_that_was_started_first_is_told_next() -> None:
     mailbox = Mailbox()
     mailbox.tell(WORDS)

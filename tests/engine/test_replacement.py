@@ -156,7 +156,7 @@ def test_rounds_write_over_the_tables_of_those_before(engine: Engine) -> None:
         return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(trees)]
 
     before, first = places(), np.asarray(engine.tables.slot_of).copy()
-    with engine.programs.rounds():
+    with engine.rounds():
         for window in ([7], [9], [11, 12]):
             session._round(window, [], how, 0.5, 0)
             assert places() == before

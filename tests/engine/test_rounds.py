@@ -68,7 +68,7 @@ def test_a_round_is_written_over_the_one_before(engine: Engine, monkeypatch: pyt
         found = jax.tree_util.tree_leaves_with_path(programs.places)
         return {jax.tree_util.keystr(path): leaf.unsafe_buffer_pointer() for path, leaf in found}
 
-    with programs.rounds():
+    with engine.rounds():
         for window in ([7], [7, 9]):
             logits = session._round(window, [], how, 0.5, 0)[2]
             before = places()

@@ -6,7 +6,9 @@ starts it once more. That a GPU waits is for `tests/kernels/test_await_words.py`
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ from strata_jax.engine.engine import Engine
 from strata_jax.engine.mailbox import Mailbox
 from strata_jax.engine.moves import Mover
 from strata_jax.engine.replacement import start_values
+from strata_jax.engine.rounds import RoundAhead
 from strata_jax.engine.session import Session, fresh_session
 from strata_jax.engine.snapshots import Image, capture, restore
 from strata_jax.sampling import Sampling
@@ -56,6 +59,9 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert ahead is not None
         assert ahead.found is not None
         jax.block_until_ready(ahead.found)  # it has looked for its words before they are there
+        engine = session.engine
+        arrays = jax.tree.leaves((engine.arrays, engine.tables, engine.values, session.state))
+        assert not any(array.is_deleted() for array in arrays)  # whoever looks at them now finds all
 
     monkeypatch.setattr(session_module, "start_ahead", started)
     monkeypatch.setattr(rounds, "backend", SimpleNamespace(interprets=lambda: False))
@@ -209,6 +215,61 @@ def test_a_round_ahead_that_nobody_knows_of_is_withdrawn_all_the_same(
     assert engine.mailbox.told == engine.mailbox.begun
     restore(session, image)
     assert [record.emitted for record in session.decode(logits, max_tokens=12)] == expected
+
+
+@pytest.mark.parametrize("what", ["the next round", "the end"])
+def test_a_round_is_withdrawn_later_if_telling_it_was_interrupted(
+    what: str, engines: Callable[[int], Engine], ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(1)
+    session = fresh_session(engine)
+    decoding = session.decode(session.prefill(PROMPT), max_tokens=12)
+    for _ in range(4):
+        next(decoding)
+    assert engine.ahead is not None
+
+    def interrupted(self: Mailbox, words: np.ndarray) -> None:
+        raise KeyboardInterrupt
+
+    go_on = partial(next, decoding) if what == "the next round" else decoding.close
+    with monkeypatch.context() as patched:
+        patched.setattr(Mailbox, "tell", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            go_on()
+    assert engine.stopped is None
+    assert engine.mailbox.told < engine.mailbox.begun
+    session = fresh_session(engine)
+    assert engine.mailbox.told == engine.mailbox.begun
+    expected = [record.emitted for record in session.decode(session.prefill(PROMPT), max_tokens=12)]
+    session = fresh_session(engine)
+    assert [record.emitted for record in session.decode(session.prefill(PROMPT), max_tokens=12)] == expected
+
+
+def test_a_generator_that_is_collected_late_leaves_the_rounds_of_others_alone(
+    engines: Callable[[int], Engine], ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, collected = engines(1), list[bool]()
+    session = fresh_session(engine)
+    expected = [record.emitted for record in session.decode(session.prefill(PROMPT), max_tokens=14)]
+    left = Session(engine)
+    holder = SimpleNamespace(decoding=left.decode(left.prefill(PROMPT[:9]), max_tokens=14))
+    holder.itself = holder  # a cycle: it stays until somebody looks for such
+    next(holder.decoding)
+    next(holder.decoding)
+    session = Session(engine)
+    decoding = session.decode(session.prefill(PROMPT), max_tokens=14)
+    found = [next(decoding).emitted for _ in range(4)]
+    del holder, left
+    fits = RoundAhead.fits
+
+    def fits_after_collecting(self: RoundAhead, *args: Any) -> bool:
+        gc.collect()  # as any allocation may
+        collected.append(True)
+        return fits(self, *args)
+
+    monkeypatch.setattr(RoundAhead, "fits", fits_after_collecting)
+    assert [*found, *(record.emitted for record in decoding)] == expected
+    assert collected
 
 
 def test_what_is_captured_between_rounds_is_the_state_before_the_one_that_waits(
