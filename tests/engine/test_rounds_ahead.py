@@ -1,22 +1,25 @@
 """Rounds that are started before they are told what to read: which are, and that one in vain leaves no trace.
 
 Programs on a CPU do not wait: here, a round that is really started ahead finds no words, keeps no token, and the host
-starts it once more. That a GPU waits is for `tests/kernels/test_await_words.py`.
+starts it once more; in one test a function on the host waits in place of the kernel. That a GPU waits is for
+`tests/kernels/test_await_words.py`.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strata_jax.engine import rounds
+from strata_jax.engine import decode, rounds
 from strata_jax.engine import session as session_module
 from strata_jax.engine.conversations import ConversationSettings, ConversationStore
 from strata_jax.engine.engine import Engine
@@ -102,6 +105,33 @@ def test_a_round_that_is_told_too_late_leaves_no_trace(
     assert len(ahead) > 5
     assert engine.ahead is None
     assert engine.mailbox.begun > begun + len(ahead)
+
+
+def test_a_round_that_waits_until_it_is_told_gives_the_same_text(
+    models: ModelStore, engines: Callable[[int], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of the kernel a function on the host looks for the words, for up to two seconds."""
+    expected = run(engines(3), Sampling())
+    found_late = list[bool]()
+
+    def look(number: np.ndarray, num_words: int) -> np.ndarray:
+        memory, until, late = engine.mailbox._boxes[num_words][1], time.monotonic() + 2, False
+        while memory[0] != number[0] and time.monotonic() < until:
+            late = True
+            time.sleep(0.0005)
+        found_late.append(late and bool(memory[0] == number[0]))
+        return memory[1:].copy() if memory[0] == number[0] else np.zeros(num_words, np.int32)
+
+    def await_words(box: jax.Array, number: jax.Array, backend: str) -> jax.Array:
+        words = jax.ShapeDtypeStruct((box.shape[0] - 1,), jnp.int32)
+        return jax.pure_callback(partial(look, num_words=words.shape[0]), words, number)
+
+    monkeypatch.setattr(decode, "await_words", await_words)
+    monkeypatch.setattr(rounds, "backend", SimpleNamespace(interprets=lambda: False))
+    engine = load(models.synthetic("nano", 0, echo_mtp=0.1), spec_window=3)
+    found = run(engine, Sampling(), lambda: time.sleep(0.01))
+    assert sum(found_late) > 3
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("window", [1, 3])
