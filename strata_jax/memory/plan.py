@@ -14,9 +14,10 @@ from typing import Any
 
 from strata_jax.errors import DoesNotFit
 from strata_jax.geometry import Geometry
-from strata_jax.memory.candidate import Frame, make_frame
+from strata_jax.memory.candidate import Frame
 from strata_jax.memory.cell_window import check_window
 from strata_jax.memory.expert_ranking import ExpertRanking
+from strata_jax.memory.frame import make_frame
 from strata_jax.memory.ledger import MIB, Ledger, Memory, Owner, Phase
 from strata_jax.memory.plan_choices import choose_chunk, choose_context, choose_slots, stage_choice
 from strata_jax.memory.plan_notes import plan_notes

@@ -16,7 +16,7 @@ import numpy as np
 
 from strata_jax.geometry import Geometry
 from strata_jax.memory import layout
-from strata_jax.memory.candidate import make_frame
+from strata_jax.memory.frame import make_frame
 from strata_jax.memory.ledger import MIB, Ledger, Memory, Owner, Phase, always
 from strata_jax.memory.plan import MemoryPlan
 from strata_jax.memory.sizes import model_sizes

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from strata_jax.memory.buffers import Cells, prompt_parts
-from strata_jax.memory.candidate import make_frame
+from strata_jax.memory.frame import make_frame
 from strata_jax.memory.request import PlanRequest
 from strata_jax.memory.sizes import model_sizes
 from strata_jax.presets import preset_geometry

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from strata_jax.engine.row_copies import block_rows
 from strata_jax.errors import ConfigError, DoesNotFit
-from strata_jax.memory.candidate import make_frame
+from strata_jax.memory.frame import make_frame
 from strata_jax.memory.ledger import MIB, PHASES, Memory, Owner, Phase
 from strata_jax.memory.plan import MemoryPlan, plan, try_plan
 from strata_jax.memory.request import MovingMemory, PlanRequest

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from strata_jax.errors import ConfigError
 from strata_jax.geometry import Geometry
 from strata_jax.kv_types import KV_TYPES
-from strata_jax.memory.candidate import Frame, make_frame
+from strata_jax.memory.candidate import Frame
+from strata_jax.memory.frame import make_frame
 from strata_jax.memory.ledger import MIB, PHASES, Entry, Memory, Origin, Owner, Phase, phase_totals
 from strata_jax.memory.plan import MemoryPlan, plan, try_plan
 from strata_jax.memory.plan_choices import auto_chunks

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from strata_jax.errors import ConfigError
-from strata_jax.memory.candidate import make_frame
+from strata_jax.memory.frame import make_frame
 from strata_jax.memory.ledger import MIB, Memory, Owner, Phase
 from strata_jax.memory.plan import MemoryPlan, plan
 from strata_jax.memory.request import MovingMemory, Origin, PlanRequest

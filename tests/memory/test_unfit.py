@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from strata_jax.errors import ConfigError, DoesNotFit
 from strata_jax.kv_types import KV_TYPES
-from strata_jax.memory.candidate import make_frame
+from strata_jax.memory.frame import make_frame
 from strata_jax.memory.ledger import MIB, Ledger, Memory, Owner
 from strata_jax.memory.plan import MemoryPlan, plan, try_plan
 from strata_jax.memory.request import PlanRequest
