@@ -58,7 +58,7 @@ def read(
     outs = {"mixed": (num_tokens, width)}
     if inject is not None:
         outs["weights"] = num_tokens, num_streams
-    kernel = partial(_mix, up=up, blocks=blocks, eps=eps)
+    kernel = partial(_mix, up=up, blocks=blocks, eps=eps, early=num_groups == 1)
     result = _launch("mixer_mix", kernel, (width // blocks.up_rows, num_groups), operands, outs, interpret)
     return MixerRead(streams, result["mixed"], result.get("weights"))
 
@@ -133,11 +133,14 @@ def _project(refs: Refs, *, down: PlanePart, inject: PlanePart | None, blocks: M
                 refs["inject_sums"][part, token, row_of] = sums  # the same sum from each lane of a row
 
 
-def _mix(refs: Refs, *, up: PlanePart, blocks: MixerBlocks, eps: float) -> None:
+def _mix(refs: Refs, *, up: PlanePart, blocks: MixerBlocks, eps: float, early: bool) -> None:
     """The mean over the streams of some columns.
 
     streams f32[T, C, E], norm f32[C*E], words u32[1, .], table u32[.] and what `_project` gives
     -> mixed f32[T, E], with inject: weights f32[T, C].
+
+    All loads of weights come ``early``, before the sums, which they do not need, or each with its stream: so many
+    registers fewer that an H200 has room for the programs of four tokens at once.
     """
     _, num_streams, width = refs["streams"].shape
     first = pl.program_id(0) * blocks.up_rows
@@ -148,10 +151,9 @@ def _mix(refs: Refs, *, up: PlanePart, blocks: MixerBlocks, eps: float) -> None:
     rank = jnp.arange(item.shape[0] * ITEM, dtype=jnp.int32)
     num_parts = blocks.parts // num_streams
 
-    # all loads of weights come before the sums, which they do not need
     starts = [stream * width + first for stream in range(num_streams)]
     loads = [row_loader(refs["words"], 0, up, start, blocks.up_rows) for start in starts]
-    fields = [load_fields(load, up.layout, items) for load in loads]
+    fields = [load_fields(load, up.layout, items) for load in loads] if early else None
     scales = [_scales(refs["squares"], token, num_streams, width, eps) for token in tokens]
     hidden = []
     for token, of_streams in zip(tokens, scales):
@@ -159,7 +161,8 @@ def _mix(refs: Refs, *, up: PlanePart, blocks: MixerBlocks, eps: float) -> None:
         hidden.append(z * _sigmoid(z))
     mixed = [jnp.zeros(blocks.up_rows, jnp.float32)] * len(tokens)
     for stream, start in enumerate(starts):
-        decoded = decode_tile(fields[stream], up.layout.type_name, lambda index: refs["table"][index])
+        own = load_fields(loads[stream], up.layout, items) if fields is None else fields[stream]
+        decoded = decode_tile(own, up.layout.type_name, lambda index: refs["table"][index])
         weights = interleave(list(decoded))
         norm = refs["norm"][pl.ds(start, blocks.up_rows)]
         for i, token in enumerate(tokens):
