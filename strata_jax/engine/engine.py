@@ -60,7 +60,7 @@ class Engine:
         values: what experts are worth, where rounds keep residency up; None: they do not.
         behind: rounds have changed residents on the device since the host read them.
         staging: what copies experts ahead of prompt chunks; None: nothing does.
-        mailbox: what rounds are told. ahead: the round that is sure to follow the one that runs.
+        mailbox: what rounds are told. ahead: the round that is to follow the one that runs, if it has been started.
         in_rounds: whose rounds these are, an object for each of `rounds`.
     """
 

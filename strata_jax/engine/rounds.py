@@ -54,14 +54,14 @@ class RoundAhead:
     Attributes:
         session: whose round it is; its state is already the one that this round leaves, the one before where it is told
             to read nothing. num_rows, how, num_drafts: as of `start_round`.
-        found: what it finds; None where programs cannot wait (on a CPU): it is started when it is told.
+        found: what it finds.
     """
 
     session: Session
     num_rows: int
     how: SamplingArrays
     num_drafts: int
-    found: Round | None
+    found: Round
 
     def fits(self, session: Session, num_rows: int, how: SamplingArrays, num_drafts: int) -> bool:
         """Whether it is this round."""
@@ -85,7 +85,7 @@ def start_round(engine: Engine, state: State, num_rows: int, how: SamplingArrays
     Arena, state and what replacement has are used up.
     """
     programs, weights, g, mailbox = engine.programs, engine.weights, engine.geometry, engine.mailbox
-    form = window_form(engine, num_rows)
+    form = WindowForm.of(num_rows, model_sizes(g).table_row_bytes)
     arena, streams, words = engine.arena, None, mailbox.box(form.num_words)
     tables, segments, kept = engine.round_tables()
     states, written, parts = list[Any](), list[jax.Array | None](), list[BlocksRead]()
@@ -118,18 +118,19 @@ def next_round(
     engine, ahead = session.engine, session.engine.ahead
     if ahead is None or not ahead.fits(session, num_rows, how, num_drafts):
         withdraw(engine)
-        ahead = None
+        engine.mailbox.tell(words)
+        return _go_on(session, num_rows, how, num_drafts), False
     engine.ahead = None
     engine.mailbox.tell(words)
-    if ahead is not None and ahead.found is not None:
-        return ahead.found, True
-    return _go_on(session, num_rows, how, num_drafts), False
+    return ahead.found, True
 
 
 def start_ahead(session: Session, num_rows: int, how: SamplingArrays, num_drafts: int) -> None:
-    """Start the round after the one that was started last, for it is sure to follow."""
-    found = None if backend.interprets() else _go_on(session, num_rows, how, num_drafts)
-    session.engine.ahead = RoundAhead(session, num_rows, how, num_drafts, found)
+    """Start the round after the one that was started last, for it is sure to follow; on a CPU, whose programs cannot
+    wait, it is started when it is told."""
+    if not backend.interprets():
+        found = _go_on(session, num_rows, how, num_drafts)
+        session.engine.ahead = RoundAhead(session, num_rows, how, num_drafts, found)
 
 
 def _go_on(session: Session, num_rows: int, how: SamplingArrays, num_drafts: int) -> Round:
@@ -149,11 +150,6 @@ def withdraw(engine: Engine) -> None:
     """
     engine.ahead = None
     engine.mailbox.withdraw()
-
-
-def window_form(engine: Engine, num_rows: int) -> WindowForm:
-    """What the words of a window of so many rows are."""
-    return WindowForm.of(num_rows, model_sizes(engine.geometry).table_row_bytes)
 
 
 def start_drafts(

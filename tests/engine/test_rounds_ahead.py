@@ -84,6 +84,21 @@ def run(engine: Engine, sampling: Sampling, between: Callable[[], Any] = lambda:
     return texts, [np.asarray(x) for x in (*logits, *jax.tree.leaves(session.state))]
 
 
+def emitted(session: Session, logits: np.ndarray, max_tokens: int) -> list[tuple[int, ...]]:
+    """The tokens of each round."""
+    return [record.emitted for record in session.decode(logits, max_tokens=max_tokens)]
+
+
+def after_the_prompt(engine: Engine) -> tuple[Session, np.ndarray, Image, list[tuple[int, ...]]]:
+    """A session, its logits, an image of it, and the twelve tokens that follow."""
+    session = fresh_session(engine)
+    logits = session.prefill(PROMPT)
+    image = capture(session)
+    expected = emitted(session, logits, 12)
+    restore(session, image)
+    return session, logits, image, expected
+
+
 def assert_same(found: tuple[list[Any], list[Any]], expected: tuple[list[Any], list[Any]]) -> None:
     assert found[0] == expected[0]
     for mine, theirs in zip(found[1], expected[1], strict=True):
@@ -201,11 +216,8 @@ def test_a_round_that_is_broken_off_while_the_next_one_waits_leaves_the_engine_r
     engines: Callable[[int], Engine], ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines(1)
-    session = fresh_session(engine)
-    logits = session.prefill(PROMPT)
-    image, read = capture(session), session_module.read_report
-    expected = [record.emitted for record in session.decode(logits, max_tokens=12)]
-    restore(session, image)
+    session, logits, image, expected = after_the_prompt(engine)
+    read = session_module.read_report
 
     def interrupted(*args: Any) -> Any:
         if len(session.tokens) == len(PROMPT) + 3 and engine.ahead is not None:
@@ -221,7 +233,7 @@ def test_a_round_that_is_broken_off_while_the_next_one_waits_leaves_the_engine_r
     with pytest.raises(RuntimeError, match="a round was broken off after 43 tokens"):
         session.last_logits()
     restore(session, image)
-    assert [record.emitted for record in session.decode(logits, max_tokens=12)] == expected
+    assert emitted(session, logits, 12) == expected
 
 
 def test_a_round_ahead_that_nobody_knows_of_is_withdrawn_all_the_same(
@@ -229,11 +241,7 @@ def test_a_round_ahead_that_nobody_knows_of_is_withdrawn_all_the_same(
 ) -> None:
     """The host may be interrupted when the programs have been started, and before it notes that."""
     engine = engines(1)
-    session = fresh_session(engine)
-    logits = session.prefill(PROMPT)
-    image = capture(session)
-    expected = [record.emitted for record in session.decode(logits, max_tokens=12)]
-    restore(session, image)
+    session, logits, image, expected = after_the_prompt(engine)
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -244,7 +252,7 @@ def test_a_round_ahead_that_nobody_knows_of_is_withdrawn_all_the_same(
             list(session.decode(logits, max_tokens=12))
     assert engine.mailbox.told == engine.mailbox.begun
     restore(session, image)
-    assert [record.emitted for record in session.decode(logits, max_tokens=12)] == expected
+    assert emitted(session, logits, 12) == expected
 
 
 @pytest.mark.parametrize("what", ["the next round", "the end"])
@@ -270,9 +278,9 @@ def test_a_round_is_withdrawn_later_if_telling_it_was_interrupted(
     assert engine.mailbox.told < engine.mailbox.begun
     session = fresh_session(engine)
     assert engine.mailbox.told == engine.mailbox.begun
-    expected = [record.emitted for record in session.decode(session.prefill(PROMPT), max_tokens=12)]
+    expected = emitted(session, session.prefill(PROMPT), 12)
     session = fresh_session(engine)
-    assert [record.emitted for record in session.decode(session.prefill(PROMPT), max_tokens=12)] == expected
+    assert emitted(session, session.prefill(PROMPT), 12) == expected
 
 
 def test_a_generator_that_is_collected_late_leaves_the_rounds_of_others_alone(
@@ -280,7 +288,7 @@ def test_a_generator_that_is_collected_late_leaves_the_rounds_of_others_alone(
 ) -> None:
     engine, collected = engines(1), list[bool]()
     session = fresh_session(engine)
-    expected = [record.emitted for record in session.decode(session.prefill(PROMPT), max_tokens=14)]
+    expected = emitted(session, session.prefill(PROMPT), 14)
     left = Session(engine)
     holder = SimpleNamespace(decoding=left.decode(left.prefill(PROMPT[:9]), max_tokens=14))
     holder.itself = holder  # a cycle: it stays until somebody looks for such

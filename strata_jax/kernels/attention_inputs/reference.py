@@ -42,7 +42,7 @@ def prepare(
         arena = arena.at[page, at].set(words, mode="drop")
 
     raw = jnp.concatenate([tail, projected.index_k])  # raw[i] belongs to position start - (r - 1) + i
-    block = start // ratio + jnp.arange(num_tokens // ratio + 1)
+    block = blocks_of(start, num_tokens, ratio)
     first_row = block * ratio - start + ratio - 1
     mean = jnp.mean(raw[first_row[:, None] + jnp.arange(ratio)], axis=1)
     place = jnp.where((block + 1) * ratio <= start + count, block, keys.shape[0])
@@ -59,6 +59,11 @@ def norm_and_turn(x: jax.Array, gamma: jax.Array, turn: jax.Array, eps: float) -
     half, cos, sin = turn.shape[-1], turn[:, None, 0], turn[:, None, 1]
     a, b = x[..., :half], x[..., half : 2 * half]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], axis=-1)
+
+
+def blocks_of(start: jax.Array, num_tokens: int, ratio: int) -> jax.Array:
+    """The blocks of ``ratio`` cells that tokens from ``start`` on may complete: i32[T / r + 1]."""
+    return start // ratio + jnp.arange(num_tokens // ratio + 1)
 
 
 def turns(position: jax.Array, shape: CellShape) -> jax.Array:

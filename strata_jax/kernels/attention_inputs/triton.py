@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 
 from strata_jax.kernels.attention_inputs.operands import AttentionInputs, CellShape, Norms, Projections
 from strata_jax.kernels.attention_inputs.packing import pack, values_at
-from strata_jax.kernels.attention_inputs.reference import norm_and_turn, turns
+from strata_jax.kernels.attention_inputs.reference import blocks_of, norm_and_turn, turns
 from strata_jax.kernels.kv_codec import encode_k, encode_v
 from strata_jax.kernels.launch import launch
 from strata_jax.kv_types import cell_bytes, sides
@@ -186,9 +186,8 @@ def prepare(
     groups, (k_format, v_format) = shape.num_kv_heads, sides(shape.kv_type)
     k, v = projected.k, projected.v
     # angles are large, so that cosines take long code: once for each place, and by XLA once for all layers of a program
-    first_block = jax.lax.div(start, jnp.int32(shape.ratio))
-    blocks = (first_block + jnp.arange(num_tokens // shape.ratio + 1)) * shape.ratio
-    turn = turns(jnp.concatenate([start + jnp.arange(num_tokens), blocks]), shape)
+    blocks = blocks_of(start, num_tokens, shape.ratio)
+    turn = turns(jnp.concatenate([start + jnp.arange(num_tokens), blocks * shape.ratio]), shape)
     if k_format == ROTATED:
         heads = k.reshape(num_tokens, groups, head)
         k = encode_k(norm_and_turn(heads, norms.k, turn[:num_tokens], shape.eps), shape.kv_type)

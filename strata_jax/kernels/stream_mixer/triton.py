@@ -12,7 +12,7 @@ Products and sums are in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -153,15 +153,16 @@ def _mix(refs: Refs, *, up: PlanePart, blocks: MixerBlocks, eps: float, early: b
 
     starts = [stream * width + first for stream in range(num_streams)]
     loads = [row_loader(refs["words"], 0, up, start, blocks.up_rows) for start in starts]
-    fields = [load_fields(load, up.layout, items) for load in loads] if early else None
+    fields: Iterable[Any] = (load_fields(load, up.layout, items) for load in loads)
+    if early:
+        fields = list(fields)
     scales = [_scales(refs["squares"], token, num_streams, width, eps) for token in tokens]
     hidden = []
     for token, of_streams in zip(tokens, scales):
         z = _scaled_sum(of_streams, num_parts, partial(_padded, refs["sums"], token, rank))
         hidden.append(z * _sigmoid(z))
     mixed = [jnp.zeros(blocks.up_rows, jnp.float32)] * len(tokens)
-    for stream, start in enumerate(starts):
-        own = load_fields(loads[stream], up.layout, items) if fields is None else fields[stream]
+    for stream, (start, own) in enumerate(zip(starts, fields, strict=True)):
         decoded = decode_tile(own, up.layout.type_name, lambda index: refs["table"][index])
         weights = interleave(list(decoded))
         norm = refs["norm"][pl.ds(start, blocks.up_rows)]
