@@ -23,7 +23,7 @@ from strata_jax.kernels.expert_gemv.blocks import LaunchBlocks
 from strata_jax.kernels.expert_gemv.layout import ExpertLayout
 from strata_jax.kernels.expert_gemv.vectors import VectorRows
 from strata_jax.kernels.instructions import multiply_add, quad_ops
-from strata_jax.kernels.planes import Load, PlaneLayout, decode_offset, decode_scales, load_fields
+from strata_jax.kernels.planes import PlaneLayout, decode_offset, decode_scales, fields_of, raw_words
 from strata_jax.kernels.planes.quads import LIMBS, QUADS, decode_quads, quad_order
 
 Ref = Any
@@ -79,7 +79,7 @@ def multiply_rows(
             first = part.first_line + jax.lax.div(row, jnp.int32(part.layout.tile_rows)) * part.layout.row_words
             return line(first + word, jnp.int32(k) < num_steps)
 
-        return [_raw_words(partial(read, part), part.layout, k * step + lanes) for part in parts]
+        return [raw_words(partial(read, part), part.layout, k * step + lanes) for part in parts]
 
     def multiply(k: int | jax.Array, words: Sequence[tuple[jax.Array, ...]], sums: Sums) -> Sums:
         tiles = [_tile(part, raw, k * step + lanes, interpret) for part, raw in zip(parts, words)]
@@ -132,22 +132,9 @@ class _Tile:
 
 
 def _tile(part: Part, words: Sequence[jax.Array], items: jax.Array, interpret: bool) -> _Tile:
-    name, replay = part.layout.type_name, iter(words)
-    fields = load_fields(lambda word: next(replay), part.layout, items)
+    name, fields = part.layout.type_name, fields_of(words, part.layout, items)
     quads = decode_quads(fields, name, part.lookup, quad_ops(interpret))
     return _Tile(quad_order(name), quads, decode_scales(fields, name), decode_offset(fields, name))
-
-
-def _raw_words(read: Load, layout: PlaneLayout, items: jax.Array) -> tuple[jax.Array, ...]:
-    """Words as `load_fields` asks for them, before anything is done with them: so they may still be on their way."""
-    words: list[jax.Array] = []
-
-    def keep(word: jax.Array) -> jax.Array:
-        words.append(read(word))
-        return words[-1]
-
-    load_fields(keep, layout, items)
-    return tuple(words)
 
 
 def _item_products(

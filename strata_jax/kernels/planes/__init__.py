@@ -51,8 +51,10 @@ from strata_jax.kernels.planes.decode import (
     decode_planes,
     decode_scales,
     decode_tile,
+    fields_of,
     load_fields,
     lookup_table,
+    raw_words,
 )
 from strata_jax.kernels.planes.repack import from_planes, to_planes
 
@@ -70,10 +72,12 @@ __all__ = [
     "decode_planes",
     "decode_scales",
     "decode_tile",
+    "fields_of",
     "from_planes",
     "load_fields",
     "lookup_table",
     "plane_layout",
+    "raw_words",
     "to_planes",
     "word_address",
 ]

@@ -10,7 +10,7 @@ Names: `d` block scale, `f` the fields of an item by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 
 import jax
@@ -45,6 +45,24 @@ def load_fields(load: Load, layout: PlaneLayout, items: jax.Array) -> dict[str, 
         value = word >> jax.lax.rem(bit, jnp.int32(_WORD)).astype(jnp.uint32)[:, None]
         found[field.name] = (value & np.uint32((1 << field.bits) - 1),)
     return found
+
+
+def raw_words(load: Load, layout: PlaneLayout, items: jax.Array) -> tuple[jax.Array, ...]:
+    """Load what `load_fields` does, for `fields_of`; nothing is done with the words, so they may still be on their way."""
+    words: list[jax.Array] = []
+
+    def keep(word: jax.Array) -> jax.Array:
+        words.append(load(word))
+        return words[-1]
+
+    load_fields(keep, layout, items)
+    return tuple(words)
+
+
+def fields_of(words: Sequence[jax.Array], layout: PlaneLayout, items: jax.Array) -> Fields:
+    """Return the fields of the items whose words have been loaded."""
+    replay = iter(words)
+    return load_fields(lambda word: next(replay), layout, items)
 
 
 def decode_tile(fields: Fields, type_name: str, lookup: Lookup) -> Iterator[jax.Array]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from strata_jax.kernels.expert_gemv.blocks import LaunchBlocks
 from strata_jax.kernels.planes import PlaneLayout
+from strata_jax.kernels.quant_matmul.tiles import THREAD_ROWS
 
 MIN_TILE_ROWS = 16  # of weights, on tensor cores
 MAX_TOKENS_AT_ONCE = 4  # of a program: its code grows with them, and so does the time to compile it
 _LEFT_ROWS = 64
 _FEWEST_PROGRAMS = 96  # of a launch: most of 132 multiprocessors have one
 _MOST_SPLIT_PROGRAMS = 264  # two for each
-_THREAD_ROWS = 4  # 16 bytes of a line
 _WARPS = 8
 _ROWS = (64, 32, 16)  # of a program: threads of one item read the same values of x, so more are better
 _FEWEST_ITEMS = 16  # of a split: one pass of a program of 64 rows
@@ -33,24 +33,27 @@ class MatmulBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class GemvBlocks:
-    """How one matrix is cut: programs of ``rows`` rows and one of ``splits`` equal parts of the columns.
+class GemvLaunch:
+    """How products of few rows with matrices of the same columns are cut.
 
-    ``items``: of 32 columns, that a program takes at a time.
+    Attributes:
+        rows: of a program, whatever the matrix' tiles; powers of two.
+        items: of 32 columns, that a program takes at a time. splits: equal parts of the columns.
+        tokens: rows of x that one program multiplies by.
     """
 
     rows: int
     items: int
-    splits: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class GemvLaunch:
-    """One launch: the blocks of each of its matrices; ``tokens``: rows of x that one program multiplies by."""
-
-    matrices: tuple[GemvBlocks, ...]
+    splits: int
     warps: int
     tokens: int
+
+    def row_blocks(self, layout: PlaneLayout) -> int:
+        return -(-layout.rows // self.rows)
+
+    def programs(self, layout: PlaneLayout) -> int:
+        """Of a matrix and one group of tokens."""
+        return self.row_blocks(layout) * self.splits
 
 
 def choose_gemv_launch(num_tokens: int, layouts: Sequence[PlaneLayout]) -> GemvLaunch:
@@ -62,16 +65,11 @@ def choose_gemv_launch(num_tokens: int, layouts: Sequence[PlaneLayout]) -> GemvL
     choices = [(rows, splits) for rows in _ROWS for splits in (1, _splits(_programs(layouts, rows), num_items))]
     most = min(_FEWEST_PROGRAMS, max(splits * _programs(layouts, rows) for rows, splits in choices))
     rows, splits = next((rows, splits) for rows, splits in choices if splits * _programs(layouts, rows) >= most)
-    rows = min(rows, max(layout.tile_rows for layout in layouts))
     items = 1 << (num_items // splits - 1).bit_length()  # of a program, rounded up to a power of two
-    warps = min(_WARPS, max(1, items * rows // (32 * _THREAD_ROWS)))
+    warps = min(_WARPS, max(1, items * rows // (32 * THREAD_ROWS)))
+    at_once = max(1, warps * 32 * THREAD_ROWS // rows)
     groups = -(-num_tokens // MAX_TOKENS_AT_ONCE)
-    blocks = []
-    for layout in layouts:
-        own = min(rows, layout.tile_rows)
-        at_once = max(1, warps * 32 * _THREAD_ROWS // own)
-        blocks.append(GemvBlocks(own, min(items, at_once), splits))
-    return GemvLaunch(tuple(blocks), warps, -(-num_tokens // groups))
+    return GemvLaunch(rows, min(items, at_once), splits, warps, -(-num_tokens // groups))
 
 
 def choose_matmul_blocks(num_rows: int, layout: PlaneLayout) -> MatmulBlocks:
@@ -89,7 +87,7 @@ def choose_decode_blocks(layout: PlaneLayout) -> LaunchBlocks:
 
 
 def _programs(layouts: Sequence[PlaneLayout], rows: int) -> int:
-    return sum(layout.rows // min(rows, layout.tile_rows) for layout in layouts)
+    return sum(-(-layout.rows // rows) for layout in layouts)
 
 
 def _splits(num_programs: int, num_items: int) -> int:

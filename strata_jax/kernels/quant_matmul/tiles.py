@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from strata_jax.kernels.planes import ITEM, PlaneLayout, decode_tile, load_fields
 
 Ref = Any
 _MATMUL_ITEMS = 4
+THREAD_ROWS = 4
+"""Of a line that a thread reads at once, 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,18 @@ class PlanePart:
 
     layout: PlaneLayout
     first_word: int = 0
+
+
+class PlaneRows(NamedTuple):
+    """Where R rows of a matrix are: word w of the string of row r is ``start[r] + w * stride``, from i32[R] and i32[]."""
+
+    start: jax.Array
+    stride: jax.Array
+
+    def aligned(self, tile_rows: int) -> PlaneRows:
+        """Tell the compiler what it does not see where rows are chosen among matrices: so many are always together."""
+        together = min(tile_rows, THREAD_ROWS)
+        return PlaneRows(plt.max_contiguous(pl.multiple_of(self.start, together), together), self.stride)
 
 
 def own_words(words: jax.Array, part: PlanePart) -> jax.Array:

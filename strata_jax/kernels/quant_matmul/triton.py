@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from strata_jax.kernels.expert_gemv.blocks import LaunchBlocks
-from strata_jax.kernels.instructions import multiply_add, quad_ops
 from strata_jax.kernels.launch import launch
-from strata_jax.kernels.planes import (
-    ITEM,
-    Load,
-    PlaneLayout,
-    decode_offset,
-    decode_scales,
-    load_fields,
-    lookup_table,
-)
-from strata_jax.kernels.planes.quads import Ops, decode_quads, quad_order, quad_positions
-from strata_jax.kernels.quant_matmul.blocks import GemvBlocks, GemvLaunch, MatmulBlocks
-from strata_jax.kernels.quant_matmul.tiles import PlanePart, product, row_loader, step_items, weight_tile
+from strata_jax.kernels.planes import ITEM, load_fields, lookup_table
+from strata_jax.kernels.quant_matmul.blocks import GemvLaunch, MatmulBlocks
+from strata_jax.kernels.quant_matmul.items import WHOLE_BITS, add_items
+from strata_jax.kernels.quant_matmul.tiles import PlanePart, PlaneRows, product, row_loader, step_items, weight_tile
 
 Ref = Any
-_WHOLE = 2**23
-_WHOLE_BITS = np.float32(_WHOLE).view(np.uint32)
+Sums = tuple[jax.Array, ...]
 # of programs with several codes: two codes for four tokens took 9 s to compile together and 2 s each alone
-_MAX_TOKENS_OF_GROUPS = 2
+_MAX_TOKENS_OF_TYPES = 2
 
 
 def matmul(
@@ -97,196 +86,121 @@ def gemv(
 ) -> tuple[jax.Array, ...]:
     """``x: f32[T, cols]`` for small T times the transposes of matrices of ``words: u32[n]``: f32[T, rows] each.
 
-    One launch, or with many tokens one for each group of matrices that run the same code: the time to compile two codes
-    together grows faster than their size. Products and sums are in float32. A thread keeps the sums of its own items
-    and rows to the end of its part of the columns; each item's sum of codes is scaled once. Parts of the columns are
-    added in their order, by XLA in whatever uses them, so the result does not depend on when programs run.
-    All matrices have the same number of columns.
+    Matrices of one type run one code, whatever their tiles. Few tokens: one launch. More: one for each type, for the
+    time to compile two codes together grows faster than their size. Products and sums are in float32. A thread keeps
+    the sums of its own items and rows to the end of its part of the columns; each item's sum of codes is scaled once.
+    Parts of the columns are added in their order, by XLA in whatever uses them, so the result does not depend on when
+    programs run. All matrices have the same number of columns.
     """
-    groups, found = _groups(parts, blocks), dict[int, jax.Array]()
-    for some in [groups] if blocks.tokens <= _MAX_TOKENS_OF_GROUPS else [[group] for group in groups]:
-        found |= _launch_groups(x, words, some, blocks, interpret)
+    of_type = dict[str, list[int]]()
+    for i, part in enumerate(parts):
+        of_type.setdefault(part.layout.type_name, []).append(i)
+    groups, found = list(of_type.values()), dict[int, jax.Array]()
+    for some in [groups] if blocks.tokens <= _MAX_TOKENS_OF_TYPES else [[group] for group in groups]:
+        found |= _launch_groups(x, words, parts, some, blocks, interpret)
     return tuple(found[i] for i in range(len(parts)))
 
 
 def _launch_groups(
-    x: jax.Array, words: jax.Array, groups: Sequence[_Group], blocks: GemvLaunch, interpret: bool
+    x: jax.Array,
+    words: jax.Array,
+    parts: Sequence[PlanePart],
+    groups: Sequence[Sequence[int]],
+    blocks: GemvLaunch,
+    interpret: bool,
 ) -> dict[int, jax.Array]:
-    """Return the products with the matrices of some groups by their place in ``words``."""
-    num_tokens, members = x.shape[0], [i for group in groups for i in group.members]
+    """Return the products with some of ``parts`` by their place; a group has one type."""
+    num_tokens, members = x.shape[0], [i for group in groups for i in group]
     token_groups = -(-num_tokens // blocks.tokens)
+    programs = [token_groups * sum(blocks.programs(parts[i].layout) for i in group) for group in groups]
 
     def kernel(x: Ref, whole: Ref, words: Ref, *refs: Ref) -> None:
         tables, results = refs[: len(groups)], dict(zip(members, refs[len(groups) :], strict=True))
         program, first = pl.program_id(0), 0
-        for group, table in zip(groups, tables, strict=True):
-            outs = [results[i] for i in group.members]
-            work = partial(_gemv_group, x, whole[0], words, outs, table, group, blocks.tokens, interpret)
-            programs = group.num_programs * token_groups
+        for group, table, num in zip(groups, tables, programs, strict=True):
+            own, outs = [parts[i] for i in group], [results[i] for i in group]
+            work = partial(_gemv_group, x, whole[0], words, own, outs, table, blocks, interpret)
             if len(groups) == 1:
                 work(program)
             else:
-                pl.when((program >= first) & (program < first + programs))(partial(work, program - first))
-            first += programs
+                pl.when((program >= first) & (program < first + num))(partial(work, program - first))
+            first += num
 
-    outs = tuple(
-        jax.ShapeDtypeStruct((group.blocks.splits, num_tokens, rows), jnp.float32)
-        for group in groups
-        for rows in group.rows
-    )
-    grid = (sum(group.num_programs for group in groups) * token_groups,)
-    tables = [jnp.asarray(lookup_table(group.layout.type_name)) for group in groups]
-    # an operand, not a constant: an instruction has room for one constant, and would need another to bring in this one
-    whole = jnp.full(1, _WHOLE_BITS, jnp.uint32)
-    call = launch(kernel, grid, outs, blocks.warps, interpret=interpret)
-    parts = call(x, whole, words, *tables)
-    return {i: functools.reduce(operator.add, part) for i, part in zip(members, parts, strict=True)}
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Matrices of one type whose programs run the same code, so that it is compiled once.
-
-    ``members``: their places in the call. ``layout``: of the first one; the others differ in ``rows`` and in where
-    their words begin, ``first_words``.
-    """
-
-    members: tuple[int, ...]
-    layout: PlaneLayout
-    blocks: GemvBlocks
-    rows: tuple[int, ...]
-    first_words: tuple[int, ...]
-
-    @property
-    def num_programs(self) -> int:
-        return sum(self.rows) // self.blocks.rows * self.blocks.splits
-
-
-def _groups(parts: Sequence[PlanePart], blocks: GemvLaunch) -> list[_Group]:
-    found: dict[Any, list[int]] = {}
-    for i, (part, own) in enumerate(zip(parts, blocks.matrices, strict=True)):
-        found.setdefault((part.layout.type_name, part.layout.tile_rows, own), []).append(i)
-    return [
-        _Group(
-            tuple(members), parts[members[0]].layout, own, tuple(parts[i].layout.rows for i in members),
-            tuple(parts[i].first_word for i in members),
-        )
-        for (_, _, own), members in found.items()
-    ]  # fmt: skip
+    outs = tuple(jax.ShapeDtypeStruct((blocks.splits, num_tokens, parts[i].layout.rows), jnp.float32) for i in members)
+    tables = [jnp.asarray(lookup_table(parts[group[0]].layout.type_name)) for group in groups]
+    whole = jnp.full(1, WHOLE_BITS, jnp.uint32)
+    call = launch(kernel, (sum(programs),), outs, blocks.warps, interpret=interpret)
+    found = call(x, whole, words, *tables)
+    return {i: functools.reduce(operator.add, split) for i, split in zip(members, found, strict=True)}
 
 
 def _gemv_group(
     x: Ref,
     whole: jax.Array,
     words: Ref,
+    parts: Sequence[PlanePart],
     outs: Sequence[Ref],
     table: Ref,
-    group: _Group,
-    tokens: int,
+    blocks: GemvLaunch,
     interpret: bool,
     program: jax.Array,
 ) -> None:
-    """One program of a group, ``outs: f32[splits, T, rows]`` of its matrices.
+    """One program of matrices of one type, ``outs: f32[splits, T, rows]`` of each.
 
     Tokens are the fastest axis: words come from the cache the second time.
     """
-    layout, blocks, num_tokens = group.layout, group.blocks, x.shape[0]
-    program, token_group = _div_rem(program, -(-num_tokens // tokens))
+    layout, num_tokens = parts[0].layout, x.shape[0]
+    program, token_group = _div_rem(program, -(-num_tokens // blocks.tokens))
     block, split = _div_rem(program, blocks.splits)
     # past the last token the last one is computed again
-    token = [jnp.minimum(token_group * tokens + t, num_tokens - 1) for t in range(tokens)]
-    starts = [*accumulate((rows // blocks.rows for rows in group.rows[:-1]), initial=0)]
-    ends = [*starts[1:], sum(group.rows) // blocks.rows]
-    here = [(block >= start) & (block < end) for start, end in zip(starts, ends)]
-    first_run = jnp.int32(group.first_words[0] // layout.tile_rows)
-    for start, inside, first_word in zip(starts[1:], here[1:], group.first_words[1:]):
-        block = jnp.where(inside, block - start, block)
-        first_run = jnp.where(inside, jnp.int32(first_word // layout.tile_rows), first_run)
-    row = block * blocks.rows
-    load = _row_words(words, first_run, layout, block, blocks.rows)
+    token = [jnp.minimum(token_group * blocks.tokens + t, num_tokens - 1) for t in range(blocks.tokens)]
+    firsts = [*accumulate((blocks.row_blocks(part.layout) for part in parts), initial=0)]
+    here = [(block >= first) & (block < end) for first, end in itertools.pairwise(firsts)]
+    own_block = _of_member(here, [block - first for first in firsts[:-1]])
+    row = own_block * blocks.rows + jnp.arange(blocks.rows, dtype=jnp.int32)
+    rows = _plane_rows(parts, here, row)
+    load = lambda word: words[word[:, None] * rows.stride + rows.start[None, :]]  # noqa: E731
     num_items = layout.num_items // blocks.splits
-    first_item = split * num_items
+    first_item, lane = split * num_items, jnp.arange(blocks.items, dtype=jnp.int32)
 
-    def step(k: jax.Array | int, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        offset = k * blocks.items + jnp.arange(blocks.items, dtype=jnp.int32)
+    def step(k: jax.Array, totals: Sums) -> Sums:
+        offset = k * blocks.items + lane
         items = first_item + jnp.minimum(offset, num_items - 1)
         inside = None if num_items % blocks.items == 0 else (offset < num_items)[:, None]
-        fields = load_fields(load, layout, items)
         value = lambda t, s: x[token[t], items * ITEM + s][:, None]  # noqa: E731
-        return _add_items(fields, layout.type_name, table, whole, value, inside, totals, interpret)
+        fields = load_fields(load, layout, items)
+        return add_items(fields, layout.type_name, table, whole, value, inside, totals, interpret)
 
     zero = jnp.zeros((blocks.items, blocks.rows), jnp.float32)
-    totals = jax.lax.fori_loop(0, -(-num_items // blocks.items), step, (zero,) * tokens)
+    totals = jax.lax.fori_loop(0, -(-num_items // blocks.items), step, (zero,) * blocks.tokens)
     for t, total in enumerate(totals):
         result = jnp.sum(total, axis=0)
-        for out, inside in zip(outs, here):
-            at = out.at[split, token[t], pl.ds(row, blocks.rows)]
-            plt.store(at, result, mask=None if len(outs) == 1 else jnp.full(result.shape, inside))
+        for part, out, inside in zip(parts, outs, here, strict=True):
+            at = out.at[split, token[t], pl.ds(own_block * blocks.rows, blocks.rows)]
+            plt.store(at, result, mask=inside & (row < part.layout.rows))
 
 
-def _row_words(words: Ref, first_run: jax.Array, layout: PlaneLayout, block: jax.Array, num_rows: int) -> Load:
-    """Return ``load(word: i32[J]) -> u32[J, num_rows]``: words of a block of rows of a matrix.
-
-    ``first_run``: of ``tile_rows`` words, where the matrix begins.
-    """
-    tile, part = _div_rem(block, layout.tile_rows // num_rows)
-    lanes = part * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
-
-    def load(word: jax.Array) -> jax.Array:
-        return words[(first_run + tile * layout.row_words + word)[:, None] * layout.tile_rows + lanes[None, :]]
-
-    return load
+def _of_member(here: Sequence[jax.Array], values: Sequence[Any]) -> Any:
+    """The value of the member whose program this is."""
+    found = values[0]
+    for inside, value in zip(here[1:], values[1:], strict=True):
+        found = jnp.where(inside, value, found)
+    return found
 
 
-def _add_items(
-    fields: Mapping[str, tuple[jax.Array, ...]],
-    type_name: str,
-    table: Ref,
-    whole: jax.Array,
-    value: Callable[[int, int], jax.Array],
-    inside: jax.Array | None,
-    totals: tuple[jax.Array, ...],
-    interpret: bool,
-) -> tuple[jax.Array, ...]:
-    """Add the products of J items to ``totals: f32[J, R]`` of each token; ``value(t, s): f32[J, 1]``, position s."""
-    fma = partial(multiply_add, interpret=interpret)
-    scales, offset = decode_scales(fields, type_name), decode_offset(fields, type_name)
-    if inside is not None:  # items past the last are copies of it
-        scales = tuple(jnp.where(inside, scale, 0.0) for scale in scales)
-        offset = None if offset is None else jnp.where(inside, offset, 0.0)
-    ops = quad_ops(interpret)
-    quads = decode_quads(fields, type_name, partial(_look_up, table), ops)
-    positions, per_scale = quad_positions(quad_order(type_name)), len(quads) // len(scales)
-    found, sums, group = list(totals), dict[int, jax.Array](), dict[int, jax.Array]()
-    for i, quad in enumerate(quads):
-        for byte, code in enumerate(_quad_codes(quad, whole, ops)):
-            for t in range(len(totals)):
-                x = value(t, positions[i][byte])
-                if offset is not None:
-                    sums[t] = sums[t] + x if t in sums else x
-                group[t] = fma(code, x, group[t]) if t in group else code * x
-        if (i + 1) % per_scale == 0:
-            found = [fma(group.pop(t), scales[i // per_scale], total) for t, total in enumerate(found)]
-    if offset is not None:
-        found = [fma(offset, sums[t], total) for t, total in enumerate(found)]
-    return tuple(found)
-
-
-def _quad_codes(quad: jax.Array, whole: jax.Array, ops: Ops) -> Iterator[jax.Array]:
-    """Yield the four signed bytes of a quad as f32.
-
-    A whole number in the last bits of the float 2^23 is that float plus the number: one instruction puts it there, one
-    subtracts; shifting, masking and converting would take more.
-    """
-    unsigned, high = quad ^ np.uint32(0x80808080), jnp.broadcast_to(whole, quad.shape)
-    for byte in range(4):
-        bits = ops.permute(unsigned, high, jnp.full(quad.shape, 0x7440 + byte, jnp.uint32))
-        yield jax.lax.bitcast_convert_type(bits, jnp.float32) - np.float32(_WHOLE + 128)
-
-
-def _look_up(table: Ref, index: jax.Array) -> jax.Array:
-    # entries lie anywhere: the hint only keeps the layout of the words, or each lookup would go through memory twice
-    return plt.load(table.at[plt.max_contiguous(index.astype(jnp.int32), (1, 4))])
+def _plane_rows(parts: Sequence[PlanePart], here: Sequence[jax.Array], row: jax.Array) -> PlaneRows:
+    """Where the rows ``row: i32[R]`` of a member are; past its last tile, those of the last."""
+    of_height = dict[int, jax.Array]()
+    layouts = [part.layout for part in parts]
+    first_word = _of_member(here, [jnp.int32(part.first_word) for part in parts])
+    for height in dict.fromkeys(layout.tile_rows for layout in layouts):
+        last_tile = _of_member(here, [jnp.int32(layout.rows // height - 1) for layout in layouts])
+        tile, within = _div_rem(row, height)
+        tile = jnp.minimum(tile, last_tile)
+        of_height[height] = first_word + tile * (layouts[0].row_words * height) + within
+    start = _of_member(here, [of_height[layout.tile_rows] for layout in layouts])
+    stride = _of_member(here, [jnp.int32(layout.tile_rows) for layout in layouts])
+    return PlaneRows(start, stride).aligned(min(of_height))
 
 
 def _div_rem(value: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 import jax
 
 from strata_jax.kernels.planes import ITEM, PlaneLayout
-from strata_jax.kernels.quant_matmul.tiles import PlanePart
+from strata_jax.kernels.quant_matmul.tiles import THREAD_ROWS, PlanePart
 
-_MAX_ROWS = 16
-"""Rows of a program: with 16 the model's mixer has 400 and 160 programs of one pass each over what they read."""
-_MAX_ITEMS = 16
+# Of a program, `bench/kernels_blocks.py` on an H200: the model's mixer has 120 and 160 programs of one pass over what they
+# read. Of more tokens they take longer to compile, and those of `project` twice as long as those of `mix`.
+_MAX_ITEMS, _MAX_DOWN_ROWS, _MAX_UP_ROWS = 16, 64, 16
+_MAX_DOWN_TOKENS, _MAX_UP_TOKENS = 2, 4
+_HIDDEN_WARPS, _UP_WARPS = 8, 4
 
 
 @jax.tree_util.register_dataclass
@@ -59,21 +61,25 @@ class PendingWrite:
 
 @dataclass(frozen=True, slots=True)
 class MixerBlocks:
-    """How the two launches are cut.
+    """How the three launches are cut.
 
     Attributes:
-        tokens: tokens of a program, which decodes its weights once for them; more only take longer to compile.
         items: items (of 32 columns) of one stream that a program of `project` reads, a power of two.
         parts: such parts of all streams; a row of ``down`` is summed over them in their order.
-        down_rows: rows of a program of `project`.
-        up_rows: rows of each stream that a program of `mix` computes.
+        down_rows, down_tokens, down_warps: of a program of `project`, which decodes its weights once for its tokens.
+        hidden_warps: of a program of `hidden`, which has one token.
+        up_rows, up_tokens, up_warps: of a program of `mix`; rows of each stream.
     """
 
-    tokens: int
     items: int
     parts: int
     down_rows: int
+    down_tokens: int
+    down_warps: int
+    hidden_warps: int
     up_rows: int
+    up_tokens: int
+    up_warps: int
 
 
 def mixer_problem(num_streams: int, width: int) -> str | None:
@@ -89,11 +95,16 @@ def mixer_blocks(shape: tuple[int, ...], down: PlaneLayout, up: PlaneLayout) -> 
     """Return the blocks for streams f32[T, C, E] for which there is no `mixer_problem`."""
     num_tokens, num_streams, width = shape
     num_items = width // ITEM
-    items = min(_MAX_ITEMS, num_items & -num_items)
+    items, down_rows = min(_MAX_ITEMS, num_items & -num_items), min(_MAX_DOWN_ROWS, down.tile_rows)
+    down_tokens, up_tokens = (-(-num_tokens // -(-num_tokens // most)) for most in (_MAX_DOWN_TOKENS, _MAX_UP_TOKENS))
     return MixerBlocks(
-        tokens=1 if num_tokens % 2 else 2,
         items=items,
         parts=num_streams * num_items // items,
-        down_rows=min(_MAX_ROWS, down.tile_rows),
-        up_rows=min(_MAX_ROWS, up.tile_rows, width & -width),
+        down_rows=down_rows,
+        down_tokens=down_tokens,
+        down_warps=max(1, items * down_rows // (32 * THREAD_ROWS)),
+        hidden_warps=_HIDDEN_WARPS,
+        up_rows=min(_MAX_UP_ROWS, up.tile_rows, width & -width),
+        up_tokens=up_tokens,
+        up_warps=_UP_WARPS,
     )
