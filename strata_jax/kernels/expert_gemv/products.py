@@ -22,9 +22,8 @@ from jax.experimental.pallas import triton as plt
 from strata_jax.kernels.expert_gemv.blocks import LaunchBlocks
 from strata_jax.kernels.expert_gemv.layout import ExpertLayout
 from strata_jax.kernels.expert_gemv.vectors import VectorRows
-from strata_jax.kernels.instructions import multiply_add, quad_ops
-from strata_jax.kernels.planes import PlaneLayout, decode_offset, decode_scales, fields_of, raw_words
-from strata_jax.kernels.planes.quads import LIMBS, QUADS, decode_quads, quad_order
+from strata_jax.kernels.item_products import decode_items, item_products
+from strata_jax.kernels.planes import PlaneLayout, raw_words
 
 Ref = Any
 Sums = list[list[jax.Array]]
@@ -38,11 +37,6 @@ class Part:
     layout: PlaneLayout
     first_line: int
     table: Ref
-
-    def lookup(self, index: jax.Array) -> jax.Array:
-        # Entries lie anywhere. The hint only makes Triton keep the layout of the words (rows contiguous) for this load;
-        # without it each lookup goes through shared memory twice. Nothing is read wider: no alignment is claimed.
-        return plt.load(self.table.at[plt.max_contiguous(index.astype(jnp.int32), (1, 4))])
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,8 @@ def multiply_rows(
         return [raw_words(partial(read, part), part.layout, k * step + lanes) for part in parts]
 
     def multiply(k: int | jax.Array, words: Sequence[tuple[jax.Array, ...]], sums: Sums) -> Sums:
-        tiles = [_tile(part, raw, k * step + lanes, interpret) for part, raw in zip(parts, words)]
+        items = k * step + lanes
+        tiles = [decode_items(part.layout, part.table, raw, items, interpret) for part, raw in zip(parts, words)]
 
         def add(i: int | jax.Array, sums: Sums) -> Sums:
             index = vectors.index(i)
@@ -90,7 +85,7 @@ def multiply_rows(
             def x(vector_row: int) -> jax.Array:
                 return vectors.ref[index, vector_row, pl.ds(k * step, step)][:, None]
 
-            products = _item_products(tiles, x, vectors.rows, interpret)
+            products = item_products(tiles, x, vectors.rows, interpret)
             if vectors.most == 1:
                 return [[total + product for total, product in zip(sums[0], products)]]
             return [
@@ -119,52 +114,6 @@ def multiply_rows(
         store(i, mine)
 
     jax.lax.fori_loop(0, vectors.count, store_one, None)
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """Some items of some rows, decoded: quads u32[J, R], scales and offset f32[J, R]."""
-
-    order: str
-    quads: tuple[jax.Array, ...]
-    scales: tuple[jax.Array, ...]
-    offset: jax.Array | None
-
-
-def _tile(part: Part, words: Sequence[jax.Array], items: jax.Array, interpret: bool) -> _Tile:
-    name, fields = part.layout.type_name, fields_of(words, part.layout, items)
-    quads = decode_quads(fields, name, part.lookup, quad_ops(interpret))
-    return _Tile(quad_order(name), quads, decode_scales(fields, name), decode_offset(fields, name))
-
-
-def _item_products(
-    tiles: Sequence[_Tile], x: Callable[[int], jax.Array], rows: VectorRows, interpret: bool
-) -> list[jax.Array]:
-    """Multiply each tile by one vector's items: f32[J, R]."""
-    ops = quad_ops(interpret)
-    fma = partial(multiply_add, interpret=interpret)
-
-    def as_float(row: int) -> jax.Array:
-        return jax.lax.bitcast_convert_type(x(row), jnp.float32)
-
-    products = []
-    loaded = {order: [x(row) for row in rows.quads(order)] for order in dict.fromkeys(tile.order for tile in tiles)}
-    for tile in tiles:
-        value: Any = 0.0
-        run = QUADS // len(tile.scales)
-        for half, scale in enumerate(tile.scales):
-            limbs = []
-            for limb in range(LIMBS):
-                total = jnp.zeros(scale.shape, jnp.int32)
-                for quad in range(half * run, half * run + run):
-                    total = ops.dot4(tile.quads[quad], loaded[tile.order][QUADS * limb + quad], total)
-                limbs.append(total)
-            low = (limbs[1] * 256 + limbs[2]).astype(jnp.float32)
-            whole = fma(limbs[0].astype(jnp.float32), jnp.full(low.shape, 65536.0, jnp.float32), low)
-            value = fma(scale, whole, value) if half else scale * whole
-        value = value * as_float(rows.scale)
-        products.append(value if tile.offset is None else fma(tile.offset, as_float(rows.sum), value))
-    return products
 
 
 def line_reader(

@@ -29,5 +29,5 @@ class Blocks:
 
 
 DEFAULT = Blocks()
-"""`bench/kernels_attention.py index` on an H200: fewer warps choose faster; tiles of 32 blocks score a window of 2,800 tokens
-in 3.1 us instead of 4.1, one of 131,072 in 13.2 instead of 11.5."""
+"""`bench/kernels_attention.py index` on an H200: fewer warps choose faster; tiles of 32 blocks score a window of 2,800
+tokens in 3.1 us instead of 4.1, one of 131,072 in 13.2 instead of 11.5."""

@@ -48,7 +48,7 @@ def load_fields(load: Load, layout: PlaneLayout, items: jax.Array) -> dict[str, 
 
 
 def raw_words(load: Load, layout: PlaneLayout, items: jax.Array) -> tuple[jax.Array, ...]:
-    """Load what `load_fields` does, for `fields_of`; nothing is done with the words, so they may still be on their way."""
+    """Load what `load_fields` does; nothing is done with the words, so they may still be on their way (`fields_of`)."""
     words: list[jax.Array] = []
 
     def keep(word: jax.Array) -> jax.Array:

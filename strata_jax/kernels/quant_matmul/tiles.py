@@ -32,7 +32,7 @@ class PlanePart:
 
 
 class PlaneRows(NamedTuple):
-    """Where R rows of a matrix are: word w of the string of row r is ``start[r] + w * stride``, from i32[R] and i32[]."""
+    """Where R rows of a matrix are: word w of row r is ``start[r] + w * stride``, of i32[R] and i32[]."""
 
     start: jax.Array
     stride: jax.Array

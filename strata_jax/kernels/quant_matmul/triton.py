@@ -16,16 +16,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from strata_jax.kernels.expert_gemv.blocks import LaunchBlocks
+from strata_jax.kernels.expert_gemv.vectors import VectorRows, pack_rows
+from strata_jax.kernels.item_products import WHOLE_BITS, add_items, decode_items, item_products
 from strata_jax.kernels.launch import launch
-from strata_jax.kernels.planes import ITEM, load_fields, lookup_table
+from strata_jax.kernels.planes import ITEM, Load, PlaneLayout, load_fields, lookup_table, raw_words
+from strata_jax.kernels.planes.quads import pack_vector, quad_order
 from strata_jax.kernels.quant_matmul.blocks import GemvLaunch, MatmulBlocks
-from strata_jax.kernels.quant_matmul.items import WHOLE_BITS, add_items
 from strata_jax.kernels.quant_matmul.tiles import PlanePart, PlaneRows, product, row_loader, step_items, weight_tile
 
 Ref = Any
 Sums = tuple[jax.Array, ...]
 # of programs with several codes: two codes for four tokens took 9 s to compile together and 2 s each alone
 _MAX_TOKENS_OF_TYPES = 2
+_PACK_ITEMS = 16
 
 
 def matmul(
@@ -87,8 +90,9 @@ def gemv(
     """``x: f32[T, cols]`` for small T times the transposes of matrices of ``words: u32[n]``: f32[T, rows] each.
 
     Matrices of one type run one code, whatever their tiles. Few tokens: one launch. More: one for each type, for the
-    time to compile two codes together grows faster than their size. Products and sums are in float32. A thread keeps
-    the sums of its own items and rows to the end of its part of the columns; each item's sum of codes is scaled once.
+    time to compile two codes together grows faster than their size. Products and sums are in float32, or of whole
+    numbers as exact. A thread keeps the sums of its own items and rows to the end of its part of the columns; each
+    item's sum of codes is scaled once.
     Parts of the columns are added in their order, by XLA in whatever uses them, so the result does not depend on when
     programs run. All matrices have the same number of columns.
     """
@@ -96,7 +100,8 @@ def gemv(
     for i, part in enumerate(parts):
         of_type.setdefault(part.layout.type_name, []).append(i)
     groups, found = list(of_type.values()), dict[int, jax.Array]()
-    for some in [groups] if blocks.tokens <= _MAX_TOKENS_OF_TYPES else [[group] for group in groups]:
+    together = blocks.tokens <= _MAX_TOKENS_OF_TYPES and not blocks.whole
+    for some in [groups] if together else [[group] for group in groups]:
         found |= _launch_groups(x, words, parts, some, blocks, interpret)
     return tuple(found[i] for i in range(len(parts)))
 
@@ -129,6 +134,8 @@ def _launch_groups(
     outs = tuple(jax.ShapeDtypeStruct((blocks.splits, num_tokens, parts[i].layout.rows), jnp.float32) for i in members)
     tables = [jnp.asarray(lookup_table(parts[group[0]].layout.type_name)) for group in groups]
     whole = jnp.full(1, WHOLE_BITS, jnp.uint32)
+    if blocks.whole:
+        x = _pack(x, VectorRows((quad_order(parts[members[0]].layout.type_name),)), interpret)
     call = launch(kernel, (sum(programs),), outs, blocks.warps, interpret=interpret)
     found = call(x, whole, words, *tables)
     return {i: functools.reduce(operator.add, split) for i, split in zip(members, found, strict=True)}
@@ -161,7 +168,29 @@ def _gemv_group(
     rows = _plane_rows(parts, here, row)
     load = lambda word: words[word[:, None] * rows.stride + rows.start[None, :]]  # noqa: E731
     num_items = layout.num_items // blocks.splits
-    first_item, lane = split * num_items, jnp.arange(blocks.items, dtype=jnp.int32)
+    sums = _whole_sums if blocks.whole else _float_sums
+    totals = sums(x, whole, load, layout, table, split * num_items, num_items, token, blocks, interpret)
+    for t, total in enumerate(totals):
+        result = jnp.sum(total, axis=0)
+        for part, out, inside in zip(parts, outs, here, strict=True):
+            at = out.at[split, token[t], pl.ds(own_block * blocks.rows, blocks.rows)]
+            plt.store(at, result, mask=inside & (row < part.layout.rows))
+
+
+def _float_sums(
+    x: Ref,
+    whole: jax.Array,
+    load: Load,
+    layout: PlaneLayout,
+    table: Ref,
+    first_item: jax.Array,
+    num_items: int,
+    token: Sequence[jax.Array],
+    blocks: GemvLaunch,
+    interpret: bool,
+) -> Sums:
+    """Products of a part of the columns with ``x: f32[T, cols]``: f32[J, R] of each token."""
+    lane = jnp.arange(blocks.items, dtype=jnp.int32)
 
     def step(k: jax.Array, totals: Sums) -> Sums:
         offset = k * blocks.items + lane
@@ -172,12 +201,56 @@ def _gemv_group(
         return add_items(fields, layout.type_name, table, whole, value, inside, totals, interpret)
 
     zero = jnp.zeros((blocks.items, blocks.rows), jnp.float32)
-    totals = jax.lax.fori_loop(0, -(-num_items // blocks.items), step, (zero,) * blocks.tokens)
-    for t, total in enumerate(totals):
-        result = jnp.sum(total, axis=0)
-        for part, out, inside in zip(parts, outs, here, strict=True):
-            at = out.at[split, token[t], pl.ds(own_block * blocks.rows, blocks.rows)]
-            plt.store(at, result, mask=inside & (row < part.layout.rows))
+    return jax.lax.fori_loop(0, -(-num_items // blocks.items), step, (zero,) * len(token))
+
+
+def _whole_sums(
+    x: Ref,
+    _: jax.Array,
+    load: Load,
+    layout: PlaneLayout,
+    table: Ref,
+    first_item: jax.Array,
+    num_items: int,
+    token: Sequence[jax.Array],
+    blocks: GemvLaunch,
+    interpret: bool,
+) -> Sums:
+    """As `_float_sums`, with packed ``x: u32[T, rows, items]``; whole steps only."""
+    lane = jnp.arange(blocks.items, dtype=jnp.int32)
+    num_steps, rows = num_items // blocks.items, VectorRows((quad_order(layout.type_name),))
+
+    def read(k: jax.Array | int) -> tuple[jax.Array, ...]:
+        return raw_words(load, layout, first_item + jnp.minimum(k, num_steps - 1) * blocks.items + lane)
+
+    def step(k: jax.Array, carry: tuple[tuple[jax.Array, ...], Sums]) -> tuple[tuple[jax.Array, ...], Sums]:
+        words, totals = carry
+        following, first = read(k + 1), first_item + k * blocks.items
+        if not interpret:
+            plt.debug_barrier()  # or the compiler reads each word where it is needed, and waits for memory at each
+        tile = decode_items(layout, table, words, first + lane, interpret)
+        vector = lambda t: lambda row: x[t, row, pl.ds(first, blocks.items)][:, None]  # noqa: E731
+        return following, tuple(
+            total + item_products([tile], vector(t), rows, interpret)[0] for t, total in zip(token, totals, strict=True)
+        )
+
+    zero = jnp.zeros((blocks.items, blocks.rows), jnp.float32)
+    return jax.lax.fori_loop(0, num_steps, step, (read(0), (zero,) * len(token)))[1]
+
+
+def _pack(x: jax.Array, rows: VectorRows, interpret: bool) -> jax.Array:
+    """Pack vectors ``x: f32[T, cols]``, as `pack_input` does, in one launch: u32[T, rows.count, cols / 32]."""
+    num_tokens, num_items = x.shape[0], x.shape[1] // ITEM
+    items = min(_PACK_ITEMS, num_items & -num_items)
+
+    def kernel(x: Ref, out: Ref) -> None:
+        token, first = pl.program_id(0), pl.program_id(1) * items
+        item, place = (jnp.arange(n, dtype=jnp.int32) for n in (items, ITEM))
+        values = x[token, (first + item)[:, None] * ITEM + place[None, :]]
+        pack_rows(out, token, first, pack_vector(values, rows.orders), rows)
+
+    out = jax.ShapeDtypeStruct((num_tokens, rows.count, num_items), jnp.uint32)
+    return launch(kernel, (num_tokens, num_items // items), out, 4, name="pack", interpret=interpret)(x)
 
 
 def _of_member(here: Sequence[jax.Array], values: Sequence[Any]) -> Any:

@@ -9,8 +9,8 @@ import jax
 from strata_jax.kernels.planes import ITEM, PlaneLayout
 from strata_jax.kernels.quant_matmul.tiles import THREAD_ROWS, PlanePart
 
-# Of a program, `bench/kernels_blocks.py` on an H200: the model's mixer has 120 and 160 programs of one pass over what they
-# read. Of more tokens they take longer to compile, and those of `project` twice as long as those of `mix`.
+# Of a program, chosen on an H200: the model's mixer has 120 and 160 programs of one pass over what they read. With more
+# tokens they take longer to compile, and those of `project` twice as long as those of `mix`.
 _MAX_ITEMS, _MAX_DOWN_ROWS, _MAX_UP_ROWS = 16, 64, 16
 _MAX_DOWN_TOKENS, _MAX_UP_TOKENS = 2, 4
 _HIDDEN_WARPS, _UP_WARPS = 8, 4

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from strata_jax.kernels.item_products import WHOLE_BITS, add_items
 from strata_jax.kernels.launch import launch
 from strata_jax.kernels.planes import ITEM, fields_of, lookup_table, raw_words
-from strata_jax.kernels.quant_matmul.items import WHOLE_BITS, add_items
 from strata_jax.kernels.quant_matmul.tiles import PlanePart, PlaneRows
 from strata_jax.kernels.stream_mixer.layout import MixerBlocks, MixerPlanes, MixerRead, PendingWrite, mixer_blocks
 
@@ -48,7 +48,7 @@ def read(
         operands |= {"y": pending.y, "weights": pending.inject}
         outs["written"] = streams.shape
     kernel = partial(_project, down=down, inject=inject, blocks=blocks, interpret=interpret)
-    grid = blocks.parts, down.layout.rows // blocks.down_rows + 1, -(-num_tokens // blocks.down_tokens)
+    grid: tuple[int, ...] = blocks.parts, down.layout.rows // blocks.down_rows + 1, -(-num_tokens // blocks.down_tokens)
     found = _launch("mixer_project", kernel, grid, operands, outs, blocks.down_warps, interpret)
     streams = common["streams"] = found.pop("written", streams)
 
@@ -138,7 +138,7 @@ def _project(refs: Refs, *, down: PlanePart, inject: PlanePart | None, blocks: M
             pl.when(block == last)(lambda: keep("inject_sums", row_of, other()))
 
     @pl.when(block == last)
-    def _() -> None:
+    def write() -> None:
         for token in tokens:
             x = values(token, jnp.arange(columns, dtype=jnp.int32))
             refs["squares"][part, token] = jnp.sum(x * x)

@@ -1,8 +1,12 @@
-"""Products of a few float32 vectors with items of planes, inside a Triton kernel."""
+"""Products of a few vectors with items of planes inside a Triton kernel: of floats, or of whole numbers.
+
+Whole numbers (``planes/quads.py``) take fewer instructions, but vectors have to be packed before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as plt
 
+from strata_jax.kernels.expert_gemv.vectors import VectorRows
 from strata_jax.kernels.instructions import multiply_add, quad_ops
-from strata_jax.kernels.planes import decode_offset, decode_scales
-from strata_jax.kernels.planes.quads import Ops, decode_quads, quad_order, quad_positions
+from strata_jax.kernels.planes import PlaneLayout, decode_offset, decode_scales, fields_of
+from strata_jax.kernels.planes.quads import LIMBS, QUADS, Ops, decode_quads, quad_order, quad_positions
 
 Ref = Any
 _WHOLE = 2**23
@@ -74,6 +79,56 @@ def _quad_codes(quad: jax.Array, whole: jax.Array, ops: Ops) -> Iterator[jax.Arr
         yield jax.lax.bitcast_convert_type(bits, jnp.float32) - np.float32(_WHOLE + 128)
 
 
+@dataclass(frozen=True)
+class ItemTile:
+    """Some items of some rows, decoded: quads u32[J, R], scales and offset f32[J, R]."""
+
+    order: str
+    quads: tuple[jax.Array, ...]
+    scales: tuple[jax.Array, ...]
+    offset: jax.Array | None
+
+
+def decode_items(
+    layout: PlaneLayout, table: Ref, words: Sequence[jax.Array], items: jax.Array, interpret: bool
+) -> ItemTile:
+    """Decode items i32[J] from their `raw_words`. table: the codebook."""
+    name, fields = layout.type_name, fields_of(words, layout, items)
+    quads = decode_quads(fields, name, partial(_look_up, table), quad_ops(interpret))
+    return ItemTile(quad_order(name), quads, decode_scales(fields, name), decode_offset(fields, name))
+
+
+def item_products(
+    tiles: Sequence[ItemTile], x: Callable[[int], jax.Array], rows: VectorRows, interpret: bool
+) -> list[jax.Array]:
+    """Multiply each tile by one vector's items: f32[J, R]."""
+    ops = quad_ops(interpret)
+    fma = partial(multiply_add, interpret=interpret)
+
+    def as_float(row: int) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x(row), jnp.float32)
+
+    products = []
+    loaded = {order: [x(row) for row in rows.quads(order)] for order in dict.fromkeys(tile.order for tile in tiles)}
+    for tile in tiles:
+        value: Any = 0.0
+        run = QUADS // len(tile.scales)
+        for half, scale in enumerate(tile.scales):
+            limbs = []
+            for limb in range(LIMBS):
+                total = jnp.zeros(scale.shape, jnp.int32)
+                for quad in range(half * run, half * run + run):
+                    total = ops.dot4(tile.quads[quad], loaded[tile.order][QUADS * limb + quad], total)
+                limbs.append(total)
+            low = (limbs[1] * 256 + limbs[2]).astype(jnp.float32)
+            whole = fma(limbs[0].astype(jnp.float32), jnp.full(low.shape, 65536.0, jnp.float32), low)
+            value = fma(scale, whole, value) if half else scale * whole
+        value = value * as_float(rows.scale)
+        products.append(value if tile.offset is None else fma(tile.offset, as_float(rows.sum), value))
+    return products
+
+
 def _look_up(table: Ref, index: jax.Array) -> jax.Array:
-    # entries lie anywhere: the hint only keeps the layout of the words, or each lookup would go through memory twice
+    # Entries lie anywhere. The hint only makes Triton keep the layout of the words (rows contiguous) for this load;
+    # without it each lookup goes through shared memory twice. Nothing is read wider: no alignment is claimed.
     return plt.load(table.at[plt.max_contiguous(index.astype(jnp.int32), (1, 4))])
