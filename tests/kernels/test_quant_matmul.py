@@ -173,7 +173,7 @@ def test_chosen_blocks_fit_the_matrices_of_the_model(rows, cols, programs):
     layouts = [plane_layout("Q8_0", n, cols) for n in rows]
     for num_tokens in (1, 4, 5, 8):
         launch = choose_gemv_launch(num_tokens, layouts)
-        assert -(-num_tokens // launch.tokens) == (1 if num_tokens <= 4 else 2)
+        assert -(-num_tokens // launch.tokens) == (1 if num_tokens <= 5 else 2)
         assert sum(launch.programs(layout) for layout in layouts) == programs
         assert all(layout.num_items % launch.splits == 0 for layout in layouts)
         assert all(n & (n - 1) == 0 < n for n in (launch.rows, launch.items, launch.warps))

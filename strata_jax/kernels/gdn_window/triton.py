@@ -8,8 +8,9 @@ repeats the kept tokens' updates in their order and writes in place, so that rej
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,19 @@ Ref = Any
 # A program has a state of 128 x 128 in registers. Vectors of a head as long as there are threads are loaded once and
 # handed on; with more threads than elements, each thread would load its own copies (seen in the compiled code).
 _WINDOW_WARPS, _ADVANCE_WARPS = 4, 8
+
+
+_Rows = tuple[tuple[jax.Array, ...], ...]
+"""Inputs of the convolution of the channels of query, key and value: f32[D] each."""
+
+
+class _Inputs(NamedTuple):
+    """What a program needs of one token: the convolution's inputs of its three kinds of channels f32[D], the rest."""
+
+    rows: tuple[jax.Array, ...]
+    gate: jax.Array
+    alpha: jax.Array
+    beta: jax.Array
 
 
 def window(
@@ -77,35 +91,45 @@ def _window(
     eps: float,
 ) -> None:
     head, num_keys, width = pl.program_id(0), keys.shape[1], memory.shape[1]
-    tokens, here = range(qkv.shape[0]), pl.ds(head * width, width)
+    last, here = qkv.shape[0] - 1, pl.ds(head * width, width)
     key_head = head - jax.lax.div(head, jnp.int32(num_keys)) * num_keys
 
-    # all loads first: they wait together
-    state = memory[head, :, :]
     firsts = key_head * width, (num_keys + key_head) * width, (2 * num_keys + head) * width
-    loaded = [_taps(qkv, history, conv, first, width) for first in firsts]
-    gates, gamma = [gate[t, here] for t in tokens], norm[:]
-    decay = [jnp.exp(a[head] * _softplus(alpha[t, head] + dt_bias[head])) for t in tokens]
-    strength = [_sigmoid(beta[t, head]) for t in tokens]
+    channels = [pl.ds(first, width) for first in firsts]
 
-    queries, key_rows, values = map(_convolved, loaded)
-    queries = [_l2_norm(q, eps) / width**0.5 for q in queries]
-    key_rows = [_l2_norm(k, eps) for k in key_rows]
-    for t, q, k, v in zip(tokens, queries, key_rows, values, strict=True):
+    def inputs(t: jax.Array | int) -> _Inputs:
+        rows = tuple(qkv[t, channel] for channel in channels)
+        return _Inputs(rows, gate[t, here], alpha[t, head], beta[t, head])
+
+    state, gamma, bias, rate = memory[head, :, :], norm[:], dt_bias[head], a[head]
+    taps = [[conv[channel, j] for j in range(conv.shape[1])] for channel in channels]
+    before = tuple(tuple(history[j, channel] for j in range(history.shape[0])) for channel in channels)
+
+    def step(t: jax.Array, carry: tuple[jax.Array, _Rows, _Inputs]) -> tuple[jax.Array, _Rows, _Inputs]:
+        state, before, now = carry
+        following = inputs(jnp.minimum(t + 1, last))  # on its way while this token is computed
+        rows = [(*old, new) for old, new in zip(before, now.rows, strict=True)]
+        q, k, v = (_convolved(of_channels, tap) for of_channels, tap in zip(rows, taps, strict=True))
+        q, k = _l2_norm(q, eps) / width**0.5, _l2_norm(k, eps)
+        decay, strength = jnp.exp(rate * _softplus(now.alpha + bias)), _sigmoid(now.beta)
+
         from_keys = jnp.sum(k[:, None] * state, axis=0)
         from_queries = jnp.sum(q[:, None] * state, axis=0)
-        delta = strength[t] * (v - decay[t] * from_keys)
-        o = decay[t] * from_queries + jnp.sum(q * k) * delta
-        if t < len(tokens) - 1:
-            state = decay[t] * state + k[:, None] * delta[None, :]
+        delta = strength * (v - decay * from_keys)
+        o = decay * from_queries + jnp.sum(q * k) * delta
         deltas[t, head, :] = delta
-        decays[t, head] = decay[t]
-        out[t, here] = gamma * o / jnp.sqrt(jnp.sum(o * o) / width + eps) * _sigmoid(gates[t])
+        decays[t, head] = decay
+        out[t, here] = gamma * o / jnp.sqrt(jnp.sum(o * o) / width + eps) * _sigmoid(now.gate)
 
-    @pl.when(head < num_keys)
-    def _() -> None:
-        for t in tokens:
-            keys[t, head, :] = key_rows[t]
+        @pl.when(head < num_keys)
+        def _() -> None:
+            keys[t, head, :] = k
+
+        if last:
+            state = decay * state + k[:, None] * delta[None, :]
+        return state, tuple(of_channels[1:] for of_channels in rows), following
+
+    jax.lax.fori_loop(0, last + 1, step, (state, before, inputs(0)))
 
 
 def _advance(
@@ -141,20 +165,10 @@ def _advance(
         new_memory[head, :, :] = jax.lax.fori_loop(0, count, step, memory[head, :, :])
 
 
-def _taps(qkv: Ref, history: Ref, conv: Ref, first: jax.Array, width: int) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Inputs of the convolution, history first, and its taps, of the channels ``first ... first + width - 1``."""
-    here = pl.ds(first, width)
-    rows = [ref[i, here] for ref in (history, qkv) for i in range(ref.shape[0])]
-    return rows, [conv[here, j] for j in range(conv.shape[1])]
-
-
-def _convolved(loaded: tuple[list[jax.Array], list[jax.Array]]) -> list[jax.Array]:
-    """Convolution and silu: f32[width] for each token."""
-    rows, taps = loaded
-    sums: list[Any] = [
-        sum(rows[t + j] * tap for j, tap in enumerate(taps)) for t in range(len(rows) - len(taps) + 1)
-    ]  # fmt: skip
-    return [x * _sigmoid(x) for x in sums]
+def _convolved(rows: Sequence[jax.Array], taps: Sequence[jax.Array]) -> jax.Array:
+    """Convolution and silu: f32[width]."""
+    x = sum(row * tap for row, tap in zip(rows, taps, strict=True))
+    return x * _sigmoid(x)  # type: ignore[return-value,arg-type]
 
 
 def _l2_norm(x: jax.Array, eps: float) -> jax.Array:

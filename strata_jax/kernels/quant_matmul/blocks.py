@@ -10,7 +10,7 @@ from strata_jax.kernels.planes import PlaneLayout
 from strata_jax.kernels.quant_matmul.tiles import THREAD_ROWS
 
 MIN_TILE_ROWS = 16  # of weights, on tensor cores
-MAX_TOKENS_AT_ONCE = 4  # of a program: its code grows with them, and so does the time to compile it
+MAX_TOKENS_AT_ONCE = 5  # of a program: its code grows with them, and so does the time to compile it
 _LEFT_ROWS = 64
 _FEWEST_PROGRAMS = 96  # of a launch: most of 132 multiprocessors have one
 _MOST_SPLIT_PROGRAMS = 264  # two for each
