@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from h200_measure import spread, times_of
 from kernel_rows import Rows
-from traces import trace_numbers, traced
+from traces import kernel_us
 
 from strata_jax.kernels.attention_inputs import CellShape, Norms, Projections, attention_inputs
 from strata_jax.kernels.index_select import Blocks as IndexBlocks
@@ -52,6 +52,7 @@ INDEX_SIZES = [
     IndexBlocks(score_blocks=32, score_programs=528), IndexBlocks(score_warps=8),
 ]  # fmt: skip
 CALLS = 10  # of a traced program
+INDEX_KERNELS = "_score_kernel", "_choose_kernel"
 INDEX_CASES = ((1, 2800), (1, 32_768), (1, 131_072), (4, 131_072)) if ON_GPU else ((2, 512),)
 SIDES = cell_bytes(KV_TYPE, G.num_kv_heads, G.head_dim)
 PAGE_CELLS = PAGE_BYTES // sum(SIDES) // RATIO * RATIO
@@ -229,15 +230,11 @@ def section_index(copy_gb_s: float) -> None:
 
             program, args = jax.jit(all_layers), (made.index_q, layers.keys, made.seen)
             jax.block_until_ready(program(*args))
-            found = trace_numbers(traced(lambda p=program, a=args: [p(*a) for _ in range(CALLS)]), CALLS)
-            us = dict.fromkeys(("_score_kernel", "_choose_kernel"), 0.0)
-            for kernel in found["longest"]:
-                for name in us:
-                    us[name] += kernel["name"].startswith(name) * 1e3 * kernel["ms_a_call"] / LAYERS
+            us = kernel_us(lambda p=program, a=args: [p(*a) for _ in range(CALLS)], INDEX_KERNELS, CALLS * LAYERS)
             bytes_us = context // RATIO * G.index_dim * 4 / copy_gb_s / 1e3
             ROWS.record(
-                op="index", tokens=tokens, context=context, scores_us=us["_score_kernel"],
-                choice_us=us["_choose_kernel"], scores_bytes_us=bytes_us, sizes=f"{sizes}",
+                op="index", tokens=tokens, context=context, scores_us=us[INDEX_KERNELS[0]],
+                choice_us=us[INDEX_KERNELS[1]], scores_bytes_us=bytes_us, sizes=f"{sizes}",
             )  # fmt: skip
 
 

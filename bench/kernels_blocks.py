@@ -1,17 +1,21 @@
-"""How long do the small kernels of a block take: mixers, and the gated delta net of a window and of a prompt?
+"""How long do the kernels of a block take that are not of experts or attention: mixers, the gated delta net of a window
+and of a prompt, the dense products of a window?
 
 Held fixed: the model's widths, the types of its mixers (Q6_K, Q8_0), random weights and inputs. Varied: tokens. Every
 result is first compared with float64. A time is one call's share of a program that makes 32 of them on weights or
 states of its own, more than the cache holds; of prompts: 4. Beside it: the time to read and write the bytes at the rate
-of a device copy in this process. The prompt also runs without the kernels, whole sublayers both times.
+of a device copy in this process. The prompt also runs without the kernels, whole sublayers both times. "us" are the
+kernels' own times, by trace, without what a call costs; dense products have only these, and the head's are of whole
+numbers and of floats.
 
-    python bench/kernels_blocks.py [mixer|window|prompt ...]
+    python bench/kernels_blocks.py [mixer|window|prompt|dense ...]
 
 It writes JSON rows to $OUT/kernels_blocks.jsonl as they come; the last lines are a table.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from h200_measure import spread, times_of
 from kernel_rows import Rows
+from traces import kernel_us
 
 from strata_jax.engine import gdn
 from strata_jax.engine.matrix import Matrix
@@ -33,6 +38,8 @@ from strata_jax.kernels.gdn_chunks import gdn_chunks
 from strata_jax.kernels.gdn_window import GdnVectors, WindowRows, gdn_advance, gdn_window
 from strata_jax.kernels.planes import PlaneLayout, decode_planes, plane_layout
 from strata_jax.kernels.quant_matmul import PlanePart, own_words
+from strata_jax.kernels.quant_matmul.blocks import GemvLaunch, choose_gemv_launch
+from strata_jax.kernels.quant_matmul.triton import gemv
 from strata_jax.kernels.stream_mixer import MixerPlanes, PendingWrite, read
 from strata_jax.memory.layout import GDN_CHUNK_TOKENS
 from strata_jax.presets import model_geometry
@@ -40,12 +47,21 @@ from strata_jax.presets import model_geometry
 G = model_geometry("synthetic_full" if jax.default_backend() == "gpu" else "synthetic_small")
 C, E, RANK, EPS = G.num_streams, G.embed_width, G.mixer_rank, G.rms_eps
 HK, HV, D, TAPS = G.gdn_key_heads, G.gdn_value_heads, G.gdn_head_dim, G.conv_kernel
-CHANNELS, VALUES = (2 * HK + HV) * D, HV * D
+CHANNELS, VALUES, KV_WIDTH = (2 * HK + HV) * D, HV * D, G.num_kv_heads * G.head_dim
 ON_GPU = jax.default_backend() == "gpu"  # elsewhere the references run: that only shows that the script works
 WINDOWS, PROMPTS, COPIES, PROMPT_COPIES = ((1, 2, 4, 8), (512, 2048, 8192), 32, 4) if ON_GPU else ((2,), (128,), 2, 1)
+DENSE_WINDOWS = (1, 2, 3, 4, 5, 6, 8) if ON_GPU else (2,)
+# type, rows of the matrices of a launch, columns: projections of a delta net and of attention, an output, the head
+DENSE = (
+    ("Q6_K", (CHANNELS, VALUES, HV, HV), E), ("Q6_K", (2 * G.num_heads * G.head_dim, *2 * (KV_WIDTH,)), E),
+    ("Q6_K", (E,), VALUES), ("IQ4_XS", (G.vocab_size,), E),
+)  # fmt: skip
+COLD_BYTES = 2e8 if ON_GPU else 1e6  # of matrices in turn: several times a GPU's cache
+MIXER_KERNELS = "mixer_project", "mixer_hidden", "mixer_mix"
 ROWS = Rows("kernels_blocks")
 # jitted: calls of one shape are lowered and compiled once in the programs that make many of them
 READ, WINDOW, ADVANCE = jax.jit(read, static_argnums=2), jax.jit(gdn_window, static_argnums=7), jax.jit(gdn_advance)
+GEMV = jax.jit(gemv, static_argnums=(2, 3, 4))
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
@@ -119,9 +135,11 @@ def section_mixer(copy_gb_s: float) -> None:
             return streams, pending.y
 
         program, compile_s = compiled(chain, streams, pending, mixers)
-        seconds = [s / COPIES for s in times_of(partial(program, streams, pending, mixers))]
-        ROWS.record(op="mixer read and write", tokens=tokens, **spread(seconds), bytes_ms=num_bytes / copy_gb_s / 1e6,
-               compile_s=compile_s, rel_err=error, ok=error < 1e-5)  # fmt: skip
+        call = partial(program, streams, pending, mixers)
+        seconds = [s / COPIES for s in times_of(call)]
+        us = {f"{name}_us": took for name, took in kernel_us(call, MIXER_KERNELS, COPIES).items()}
+        ROWS.record(op="mixer read and write", tokens=tokens, **spread(seconds), **us,
+               bytes_ms=num_bytes / copy_gb_s / 1e6, compile_s=compile_s, rel_err=error, ok=error < 1e-5)  # fmt: skip
 
 
 # Gated delta net ------------------------------------------------------------------------------------------------------
@@ -180,8 +198,10 @@ def section_window(copy_gb_s: float) -> None:
             return tuple(zip(*(ADVANCE(*state, rows, count) for state in zip(memories, histories))))
 
         program, compile_s = compiled(windows, *products, memories, histories)
-        seconds = [s / COPIES for s in times_of(partial(program, *products, memories, histories))]
-        ROWS.record(op="window", tokens=tokens, **spread(seconds), bytes_ms=state_bytes / copy_gb_s / 1e6,
+        call = partial(program, *products, memories, histories)
+        seconds = [s / COPIES for s in times_of(call)]
+        us = kernel_us(call, ["_window"], COPIES)["_window"]
+        ROWS.record(op="window", tokens=tokens, **spread(seconds), us=us, bytes_ms=state_bytes / copy_gb_s / 1e6,
                compile_s=compile_s, rel_err=error, ok=error < 1e-5)  # fmt: skip
         program, compile_s = compiled(advances, memories, histories, rows, count, donate=(0, 1))
         advance = in_place(program, (memories, histories), rows, count)
@@ -199,6 +219,35 @@ def in_place(program: Any, states: Any, rows: WindowRows, count: jax.Array) -> C
         return kept[0]
 
     return call
+
+
+# Dense products of a window -------------------------------------------------------------------------------------------
+
+
+def section_dense(copy_gb_s: float) -> None:
+    """Compared: the first tile of rows of the last matrix."""
+    for type_name, all_rows, cols in DENSE:
+        layouts = [plane_layout(type_name, rows, cols) for rows in all_rows]
+        firsts = [*itertools.accumulate((layout.num_words for layout in layouts), initial=0)]
+        parts, num_bytes = tuple(map(PlanePart, layouts, firsts)), 4 * firsts[-1]
+        num_copies = max(1, round(COLD_BYTES / num_bytes))
+        copies = [jnp.concatenate([words_of(layout, i) for layout in layouts]) for i in range(num_copies)]
+        tile = PlanePart(plane_layout(type_name, layouts[-1].tile_rows, cols), firsts[-2])
+        matrix = np.asarray(decode_planes(own_words(copies[0], tile), tile.layout), np.float64)
+        for tokens in DENSE_WINDOWS:
+            x, chosen = normal(tokens, tokens, cols), choose_gemv_launch(tokens, layouts)
+            for blocks in [chosen, choose_gemv_launch(tokens, layouts, whole=False)] if chosen.whole else [chosen]:
+                program, compile_s = compiled(partial(in_turn, parts=parts, blocks=blocks), x, copies)
+                error = rel_err(program(x, copies)[0][-1][:, : len(matrix)], np.asarray(x, np.float64) @ matrix.T)
+                us = kernel_us(partial(program, x, copies), ["kernel", "pack"], num_copies)
+                ROWS.record(op="dense", type=type_name, rows=all_rows, cols=cols, tokens=tokens, whole=blocks.whole,
+                       us=us["kernel"], pack_us=us["pack"], bytes_us=num_bytes / copy_gb_s / 1e3, compile_s=compile_s,
+                       rel_err=error, ok=error < 1e-5)  # fmt: skip
+
+
+def in_turn(x: jax.Array, copies: list[jax.Array], parts: tuple[PlanePart, ...], blocks: GemvLaunch) -> list[Any]:
+    """Products with the same matrices of each of some copies."""
+    return [GEMV(x, words, parts, blocks, not ON_GPU) for words in copies]
 
 
 def sublayer(seed: int) -> gdn.GdnWeights:
@@ -256,4 +305,4 @@ def section_prompt(copy_gb_s: float) -> None:
 
 
 if __name__ == "__main__":
-    ROWS.run({"mixer": section_mixer, "window": section_window, "prompt": section_prompt})
+    ROWS.run({"mixer": section_mixer, "window": section_window, "prompt": section_prompt, "dense": section_dense})

@@ -55,6 +55,15 @@ def busy_us(events: Iterable[tuple[str, float, float]]) -> float:
     return total
 
 
+def kernel_us(call: Callable[[], Any], names: Iterable[str], calls: int = 1) -> dict[str, float]:
+    """Microseconds that the kernels whose names begin so took in a call, of ``calls`` that one ``call`` makes."""
+    total = dict.fromkeys(names, 0.0)
+    for name, start, end in device_events(traced(call)):
+        for wanted in total:
+            total[wanted] += name.startswith(wanted) * (end - start) / calls
+    return total
+
+
 def trace_numbers(path: Path, calls: int) -> dict[str, Any]:
     """Launches and busy milliseconds of a call, the median kernel, and the names that took most of the time."""
     events = device_events(path)

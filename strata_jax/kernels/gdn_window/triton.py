@@ -8,6 +8,8 @@ repeats the kept tokens' updates in their order and writes in place, so that rej
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -167,8 +169,8 @@ def _advance(
 
 def _convolved(rows: Sequence[jax.Array], taps: Sequence[jax.Array]) -> jax.Array:
     """Convolution and silu: f32[width]."""
-    x = sum(row * tap for row, tap in zip(rows, taps, strict=True))
-    return x * _sigmoid(x)  # type: ignore[return-value,arg-type]
+    x = functools.reduce(operator.add, (row * tap for row, tap in zip(rows, taps, strict=True)))
+    return x * _sigmoid(x)
 
 
 def _l2_norm(x: jax.Array, eps: float) -> jax.Array:

@@ -63,10 +63,13 @@ class GemvLaunch:
         return self.row_blocks(layout) * self.splits
 
 
-def choose_gemv_launch(num_tokens: int, layouts: Sequence[PlaneLayout]) -> GemvLaunch:
+def choose_gemv_launch(num_tokens: int, layouts: Sequence[PlaneLayout], *, whole: bool = True) -> GemvLaunch:
     """Return the blocks of a product of few rows with matrices of the same columns.
 
     The largest blocks of rows that fill a GPU; where there are too few rows for large ones, the columns are split.
+
+    Args:
+        whole: whole numbers may be chosen.
     """
     num_items = layouts[0].num_items
     choices = [(rows, splits) for rows in _ROWS for splits in (1, _splits(_programs(layouts, rows), num_items))]
@@ -76,7 +79,8 @@ def choose_gemv_launch(num_tokens: int, layouts: Sequence[PlaneLayout]) -> GemvL
     warps = min(_WARPS, max(1, items * rows // (32 * THREAD_ROWS)))
     at_once = max(1, warps * 32 * THREAD_ROWS // rows)
     tokens = -(-num_tokens // -(-num_tokens // MAX_TOKENS_AT_ONCE))
-    if sum(layout.rows * layout.cols for layout in layouts) >= _FEWEST_WHOLE and num_items % _WHOLE_ITEMS == 0:
+    large = sum(layout.rows * layout.cols for layout in layouts) >= _FEWEST_WHOLE
+    if whole and large and num_items % _WHOLE_ITEMS == 0:
         return GemvLaunch(_ROWS[0], _WHOLE_ITEMS, 1, _WHOLE_ITEMS * _ROWS[0] // (32 * THREAD_ROWS), tokens, whole=True)
     return GemvLaunch(rows, min(items, at_once), splits, warps, tokens)
 
