@@ -236,13 +236,13 @@ def section_dense(copy_gb_s: float) -> None:
         matrix = np.asarray(decode_planes(own_words(copies[0], tile), tile.layout), np.float64)
         for tokens in DENSE_WINDOWS:
             x, chosen = normal(tokens, tokens, cols), choose_gemv_launch(tokens, layouts)
-            for blocks in [chosen, choose_gemv_launch(tokens, layouts, whole=False)] if chosen.whole else [chosen]:
+            for blocks in dict.fromkeys([chosen, choose_gemv_launch(tokens, layouts, whole_numbers=False)]):
                 program, compile_s = compiled(partial(in_turn, parts=parts, blocks=blocks), x, copies)
                 error = rel_err(program(x, copies)[0][-1][:, : len(matrix)], np.asarray(x, np.float64) @ matrix.T)
                 us = kernel_us(partial(program, x, copies), ["kernel", "pack"], num_copies)
-                ROWS.record(op="dense", type=type_name, rows=all_rows, cols=cols, tokens=tokens, whole=blocks.whole,
-                       us=us["kernel"], pack_us=us["pack"], bytes_us=num_bytes / copy_gb_s / 1e3, compile_s=compile_s,
-                       rel_err=error, ok=error < 1e-5)  # fmt: skip
+                ROWS.record(op="dense", type=type_name, rows=all_rows, cols=cols, tokens=tokens,
+                       whole_numbers=blocks.whole_numbers, us=us["kernel"], pack_us=us["pack"],
+                       bytes_us=num_bytes / copy_gb_s / 1e3, compile_s=compile_s, rel_err=error, ok=error < 1e-5)  # fmt: skip
 
 
 def in_turn(x: jax.Array, copies: list[jax.Array], parts: tuple[PlanePart, ...], blocks: GemvLaunch) -> list[Any]:

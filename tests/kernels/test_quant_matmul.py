@@ -116,7 +116,7 @@ def test_few_rows_are_exact_to_float32():
 def test_whole_numbers_are_as_exact(type_name):
     num_tokens, cols = 3, 16 * 32
     case = matrix(type_name, 96, cols)  # tiles of 32 rows, in blocks of 64
-    blocks = GemvLaunch(rows=64, items=8, splits=1, warps=4, tokens=2, whole=True)
+    blocks = GemvLaunch(rows=64, items=8, splits=1, warps=4, tokens=2, whole_numbers=True)
     parts, words, (expected,) = end_to_end([case])
     x = rows_of_x(num_tokens, cols)
     op = functools.partial(kernels.gemv, parts=parts, blocks=blocks, interpret=INTERPRET)
@@ -177,7 +177,7 @@ def test_chosen_blocks_fit_the_matrices_of_the_model(rows, cols, programs):
         assert sum(launch.programs(layout) for layout in layouts) == programs
         assert all(layout.num_items % launch.splits == 0 for layout in layouts)
         assert all(n & (n - 1) == 0 < n for n in (launch.rows, launch.items, launch.warps))
-        assert launch.whole == (rows == (248_320,))
+        assert launch.whole_numbers == (rows == (248_320,))
     for layout in layouts:
         assert layout.tile_rows % choose_matmul_blocks(2048, layout).launch.rows == 0
     at_once = {n: choose_matmul_blocks(n, layouts[0]).rows for n in (9, 16, 17, 64, 65, 128, 192, 512)}

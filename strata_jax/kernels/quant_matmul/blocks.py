@@ -45,7 +45,7 @@ class GemvLaunch:
         rows: of a program, whatever the matrix' tiles; powers of two.
         items: of 32 columns, that a program takes at a time. splits: equal parts of the columns.
         tokens: rows of x that one program multiplies by.
-        whole: products of whole numbers; x is packed first. Parts of the columns are whole numbers of ``items`` then.
+        whole_numbers: products are of whole numbers, x is packed first; no part of the columns has an item too many.
     """
 
     rows: int
@@ -53,7 +53,7 @@ class GemvLaunch:
     splits: int
     warps: int
     tokens: int
-    whole: bool = False
+    whole_numbers: bool = False
 
     def row_blocks(self, layout: PlaneLayout) -> int:
         return -(-layout.rows // self.rows)
@@ -63,13 +63,13 @@ class GemvLaunch:
         return self.row_blocks(layout) * self.splits
 
 
-def choose_gemv_launch(num_tokens: int, layouts: Sequence[PlaneLayout], *, whole: bool = True) -> GemvLaunch:
+def choose_gemv_launch(num_tokens: int, layouts: Sequence[PlaneLayout], *, whole_numbers: bool = True) -> GemvLaunch:
     """Return the blocks of a product of few rows with matrices of the same columns.
 
     The largest blocks of rows that fill a GPU; where there are too few rows for large ones, the columns are split.
 
     Args:
-        whole: whole numbers may be chosen.
+        whole_numbers: they may be chosen.
     """
     num_items = layouts[0].num_items
     choices = [(rows, splits) for rows in _ROWS for splits in (1, _splits(_programs(layouts, rows), num_items))]
@@ -80,8 +80,10 @@ def choose_gemv_launch(num_tokens: int, layouts: Sequence[PlaneLayout], *, whole
     at_once = max(1, warps * 32 * THREAD_ROWS // rows)
     tokens = -(-num_tokens // -(-num_tokens // MAX_TOKENS_AT_ONCE))
     large = sum(layout.rows * layout.cols for layout in layouts) >= _FEWEST_WHOLE
-    if whole and large and num_items % _WHOLE_ITEMS == 0:
-        return GemvLaunch(_ROWS[0], _WHOLE_ITEMS, 1, _WHOLE_ITEMS * _ROWS[0] // (32 * THREAD_ROWS), tokens, whole=True)
+    if whole_numbers and large and num_items % _WHOLE_ITEMS == 0:
+        return GemvLaunch(
+            _ROWS[0], _WHOLE_ITEMS, 1, _WHOLE_ITEMS * _ROWS[0] // (32 * THREAD_ROWS), tokens, whole_numbers=True
+        )
     return GemvLaunch(rows, min(items, at_once), splits, warps, tokens)
 
 

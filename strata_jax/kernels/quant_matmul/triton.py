@@ -6,6 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -100,7 +101,7 @@ def gemv(
     for i, part in enumerate(parts):
         of_type.setdefault(part.layout.type_name, []).append(i)
     groups, found = list(of_type.values()), dict[int, jax.Array]()
-    together = blocks.tokens <= _MAX_TOKENS_OF_TYPES and not blocks.whole
+    together = blocks.tokens <= _MAX_TOKENS_OF_TYPES and not blocks.whole_numbers
     for some in [groups] if together else [[group] for group in groups]:
         found |= _launch_groups(x, words, parts, some, blocks, interpret)
     return tuple(found[i] for i in range(len(parts)))
@@ -134,7 +135,7 @@ def _launch_groups(
     outs = tuple(jax.ShapeDtypeStruct((blocks.splits, num_tokens, parts[i].layout.rows), jnp.float32) for i in members)
     tables = [jnp.asarray(lookup_table(parts[group[0]].layout.type_name)) for group in groups]
     whole = jnp.full(1, WHOLE_BITS, jnp.uint32)
-    if blocks.whole:
+    if blocks.whole_numbers:
         x = _pack(x, VectorRows((quad_order(parts[members[0]].layout.type_name),)), interpret)
     call = launch(kernel, (sum(programs),), outs, blocks.warps, interpret=interpret)
     found = call(x, whole, words, *tables)
@@ -168,8 +169,8 @@ def _gemv_group(
     rows = _plane_rows(parts, here, row)
     load = lambda word: words[word[:, None] * rows.stride + rows.start[None, :]]  # noqa: E731
     num_items = layout.num_items // blocks.splits
-    sums = _whole_sums if blocks.whole else _float_sums
-    totals = sums(x, whole, load, layout, table, split * num_items, num_items, token, blocks, interpret)
+    columns = _Columns(x, token, load, layout, table, whole, split * num_items, num_items, blocks, interpret)
+    totals = _whole_sums(columns) if blocks.whole_numbers else _float_sums(columns)
     for t, total in enumerate(totals):
         result = jnp.sum(total, axis=0)
         for part, out, inside in zip(parts, outs, here, strict=True):
@@ -177,65 +178,66 @@ def _gemv_group(
             plt.store(at, result, mask=inside & (row < part.layout.rows))
 
 
-def _float_sums(
-    x: Ref,
-    whole: jax.Array,
-    load: Load,
-    layout: PlaneLayout,
-    table: Ref,
-    first_item: jax.Array,
-    num_items: int,
-    token: Sequence[jax.Array],
-    blocks: GemvLaunch,
-    interpret: bool,
-) -> Sums:
-    """Products of a part of the columns with ``x: f32[T, cols]``: f32[J, R] of each token."""
-    lane = jnp.arange(blocks.items, dtype=jnp.int32)
+@dataclass(frozen=True)
+class _Columns:
+    """What a program multiplies: some rows of one part of the columns by the vectors of its tokens.
+
+    Attributes:
+        x: f32[T, cols], or packed u32[T, rows, items]. token: which ones.
+        load: words of its rows, i32[J] -> u32[J, R].
+        first_item, num_items: the part of the columns.
+    """
+
+    x: Ref
+    token: Sequence[jax.Array]
+    load: Load
+    layout: PlaneLayout
+    table: Ref
+    whole_bits: jax.Array
+    first_item: jax.Array
+    num_items: int
+    blocks: GemvLaunch
+    interpret: bool
+
+    @property
+    def zeros(self) -> Sums:
+        return (jnp.zeros((self.blocks.items, self.blocks.rows), jnp.float32),) * len(self.token)
+
+
+def _float_sums(p: _Columns) -> Sums:
+    """Products of floats: f32[J, R] of each token."""
+    size, lane = p.blocks.items, jnp.arange(p.blocks.items, dtype=jnp.int32)
 
     def step(k: jax.Array, totals: Sums) -> Sums:
-        offset = k * blocks.items + lane
-        items = first_item + jnp.minimum(offset, num_items - 1)
-        inside = None if num_items % blocks.items == 0 else (offset < num_items)[:, None]
-        value = lambda t, s: x[token[t], items * ITEM + s][:, None]  # noqa: E731
-        fields = load_fields(load, layout, items)
-        return add_items(fields, layout.type_name, table, whole, value, inside, totals, interpret)
+        offset = k * size + lane
+        items = p.first_item + jnp.minimum(offset, p.num_items - 1)
+        inside = None if p.num_items % size == 0 else (offset < p.num_items)[:, None]
+        value = lambda t, s: p.x[p.token[t], items * ITEM + s][:, None]  # noqa: E731
+        fields = load_fields(p.load, p.layout, items)
+        return add_items(fields, p.layout.type_name, p.table, p.whole_bits, value, inside, totals, p.interpret)
 
-    zero = jnp.zeros((blocks.items, blocks.rows), jnp.float32)
-    return jax.lax.fori_loop(0, -(-num_items // blocks.items), step, (zero,) * len(token))
+    return jax.lax.fori_loop(0, -(-p.num_items // size), step, p.zeros)
 
 
-def _whole_sums(
-    x: Ref,
-    _: jax.Array,
-    load: Load,
-    layout: PlaneLayout,
-    table: Ref,
-    first_item: jax.Array,
-    num_items: int,
-    token: Sequence[jax.Array],
-    blocks: GemvLaunch,
-    interpret: bool,
-) -> Sums:
-    """As `_float_sums`, with packed ``x: u32[T, rows, items]``; whole steps only."""
-    lane = jnp.arange(blocks.items, dtype=jnp.int32)
-    num_steps, rows = num_items // blocks.items, VectorRows((quad_order(layout.type_name),))
+def _whole_sums(p: _Columns) -> Sums:
+    """Products of whole numbers; whole steps only."""
+    size, lane = p.blocks.items, jnp.arange(p.blocks.items, dtype=jnp.int32)
+    num_steps, rows = p.num_items // size, VectorRows((quad_order(p.layout.type_name),))
 
     def read(k: jax.Array | int) -> tuple[jax.Array, ...]:
-        return raw_words(load, layout, first_item + jnp.minimum(k, num_steps - 1) * blocks.items + lane)
+        return raw_words(p.load, p.layout, p.first_item + jnp.minimum(k, num_steps - 1) * size + lane)
 
     def step(k: jax.Array, carry: tuple[tuple[jax.Array, ...], Sums]) -> tuple[tuple[jax.Array, ...], Sums]:
         words, totals = carry
-        following, first = read(k + 1), first_item + k * blocks.items
-        if not interpret:
+        following, first = read(k + 1), p.first_item + k * size
+        if not p.interpret:
             plt.debug_barrier()  # or the compiler reads each word where it is needed, and waits for memory at each
-        tile = decode_items(layout, table, words, first + lane, interpret)
-        vector = lambda t: lambda row: x[t, row, pl.ds(first, blocks.items)][:, None]  # noqa: E731
-        return following, tuple(
-            total + item_products([tile], vector(t), rows, interpret)[0] for t, total in zip(token, totals, strict=True)
-        )
+        tile = decode_items(p.layout, p.table, words, first + lane, p.interpret)
+        vector = lambda t: lambda row: p.x[t, row, pl.ds(first, size)][:, None]  # noqa: E731
+        products = [item_products([tile], vector(t), rows, p.interpret)[0] for t in p.token]
+        return following, tuple(total + product for total, product in zip(totals, products, strict=True))
 
-    zero = jnp.zeros((blocks.items, blocks.rows), jnp.float32)
-    return jax.lax.fori_loop(0, num_steps, step, (read(0), (zero,) * len(token)))[1]
+    return jax.lax.fori_loop(0, num_steps, step, (read(0), p.zeros))[1]
 
 
 def _pack(x: jax.Array, rows: VectorRows, interpret: bool) -> jax.Array:
