@@ -240,9 +240,11 @@ def section_dense(copy_gb_s: float) -> None:
                 program, compile_s = compiled(partial(in_turn, parts=parts, blocks=blocks), x, copies)
                 error = rel_err(program(x, copies)[0][-1][:, : len(matrix)], np.asarray(x, np.float64) @ matrix.T)
                 us = kernel_us(partial(program, x, copies), ["kernel", "pack"], num_copies)
-                ROWS.record(op="dense", type=type_name, rows=all_rows, cols=cols, tokens=tokens,
-                       whole_numbers=blocks.whole_numbers, us=us["kernel"], pack_us=us["pack"],
-                       bytes_us=num_bytes / copy_gb_s / 1e3, compile_s=compile_s, rel_err=error, ok=error < 1e-5)  # fmt: skip
+                ROWS.record(
+                    op="dense", type=type_name, rows=all_rows, cols=cols, tokens=tokens,
+                    whole_numbers=blocks.whole_numbers, us=us["kernel"], pack_us=us["pack"],
+                    bytes_us=num_bytes / copy_gb_s / 1e3, compile_s=compile_s, rel_err=error, ok=error < 1e-5,
+                )  # fmt: skip
 
 
 def in_turn(x: jax.Array, copies: list[jax.Array], parts: tuple[PlanePart, ...], blocks: GemvLaunch) -> list[Any]:
